@@ -1,0 +1,21 @@
+"""Every error that this package raises on purpose. Each message names the reason and the remedy."""
+
+
+class UnsupportedError(ValueError):
+    """Inputs are well formed, but no implementation covers them (device, size, layout)."""
+
+
+class DTypeError(TypeError):
+    """Tensors have a dtype, or a mix of dtypes, that attention does not take."""
+
+
+class ShapeError(ValueError):
+    """Shapes of q, k and v do not fit together."""
+
+
+class PolicyError(ValueError):
+    """A policy string or its mix of precisions and granularities is not valid."""
+
+
+class DoubleBackwardError(RuntimeError):
+    """A gradient of a gradient was asked for; attention has first derivatives only."""

@@ -1,0 +1,286 @@
+"""INT8 attention, forward: the contract in code, and what runs behind the op on CPU tensors.
+
+    K <- K - mean(K)                                                        (smooth_k)
+    S = (Q^ K^T) sQ sK scale;  m = running row max;  P~ = exp(S - m)
+    P^ = P~ in 8 bits, one scale for each query and block of ``block_k`` keys
+    O = sum P^ V^ / sum P~;  LSE = m + ln(sum P~)
+
+(SageAttention3 appendix, arXiv 2505.11594; V's per-token scale folded into P is this project's.)
+Scores are kept in log2 units, as the kernels keep them. Vectorized over everything but key blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sage_cute.numerics.quantize import (
+    Quantized,
+    absmax_scale,
+    block_mean,
+    encode,
+    int_matmul,
+    num_groups,
+    quantize,
+    token_mean,
+)
+from sage_cute.policies import Policy
+
+LOG2_E = math.log2(math.e)
+
+
+class Saved(NamedTuple):
+    """What the forward leaves to the backward beside q, k, v, out and lse.
+
+    Tensors that a policy does not need have a 0 in their last or second last dimension.
+    """
+
+    q_codes: Tensor  # int8 (batch, heads, seqlen_q, head_dim)
+    k_codes: Tensor  # int8 (batch, kv_heads, seqlen_k, head_dim), of the smoothed K
+    q_scale: Tensor  # float32 (batch, heads, groups of queries)
+    k_scale: Tensor  # float32 (batch, kv_heads, groups of keys)
+    q_mean: Tensor  # float32 (batch, heads, blocks of queries, head_dim)
+    k_mean: Tensor  # float32 (batch, kv_heads, head_dim)
+
+
+class SageForward(NamedTuple):
+    """Output in q's dtype, natural-log LSE over the smoothed K (float32), what the backward needs."""
+
+    out: Tensor
+    lse: Tensor
+    saved: Saved
+
+
+def saved_shapes(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], policy: Policy
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of :class:`Saved`."""
+    batch, heads, seqlen_q, head_dim = q_shape
+    _, kv_heads, seqlen_k, _ = k_shape
+    q_codes, k_codes = policy.saves_q_codes, policy.saves_k_codes
+    q_groups = num_groups(seqlen_q, q_block(policy)) if q_codes else 0
+    k_groups = num_groups(seqlen_k, k_block(policy)) if k_codes else 0
+    q_blocks = num_groups(seqlen_q, policy.block_q) if policy.smooth_q else 0
+    return {
+        "q_codes": (batch, heads, seqlen_q if q_codes else 0, head_dim),
+        "k_codes": (batch, kv_heads, seqlen_k if k_codes else 0, head_dim),
+        "q_scale": (batch, heads, q_groups),
+        "k_scale": (batch, kv_heads, k_groups),
+        "q_mean": (batch, heads, q_blocks, head_dim),
+        "k_mean": (batch, kv_heads, head_dim if policy.smooth_k else 0),
+    }
+
+
+def q_block(policy: Policy) -> int:
+    """Queries per scale of Q."""
+    return 1 if policy.q_scale == "per_token" else policy.block_q
+
+
+def k_block(policy: Policy) -> int:
+    """Keys per scale of K."""
+    return 1 if policy.k_scale == "per_token" else policy.block_k
+
+
+def round16(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as an operand of a 16-bit product: rounded to dtype (bfloat16 for float32), in float32."""
+    return x.to(torch.bfloat16 if dtype == torch.float32 else dtype).float()
+
+
+def group_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """(batch, heads, ...) as (batch, kv_heads, query heads of a key head, ...)."""
+    return x.unflatten(1, (kv_heads, -1))
+
+
+class KeyBlocks(NamedTuple):
+    """The blocks of keys that the loops walk, and which queries see them."""
+
+    seqlen_q: int
+    seqlen_k: int
+    block: int
+    causal: bool
+
+    def __iter__(self) -> Iterator[tuple[slice, int, Tensor | None]]:  # type: ignore[override]
+        """Yields (keys, first query that sees one of them, which queries see which; None: all)."""
+        offset = self.seqlen_k - self.seqlen_q
+        for start in range(0, self.seqlen_k, self.block):
+            keys = slice(start, min(start + self.block, self.seqlen_k))
+            if not self.causal:
+                yield keys, 0, None
+                continue
+            first = max(0, start - offset)
+            if first >= self.seqlen_q:
+                return
+            queries = torch.arange(first, self.seqlen_q).unsqueeze(-1)
+            yield keys, first, torch.arange(keys.start, keys.stop) <= queries + offset
+
+
+def smooth_keys(k: Tensor, k_mean: Tensor, policy: Policy) -> Tensor:
+    """K (batch, kv_heads, seqlen_k, head_dim) in float32, less its mean where the policy says so."""
+    return k.float() - k_mean.unsqueeze(-2) if policy.smooth_k else k.float()
+
+
+def quantize_v(v: Tensor, policy: Policy) -> tuple[Quantized, Tensor | None]:
+    """V^ of the forward, and the mean that was taken off V (None: nothing was)."""
+    values = v.float()
+    mean = token_mean(values) if policy.smooth_v else None
+    if mean is not None:
+        values = values - mean.unsqueeze(-2)
+    block = 1 if policy.v_scale == "per_token" else policy.block_k
+    return quantize(values, block, per_channel=policy.v_scale == "per_channel"), mean
+
+
+def quantize_q(q: Tensor, policy: Policy) -> tuple[Quantized, Tensor]:
+    """Q^, and the mean of each block of queries (no blocks if Q is not smoothed)."""
+    queries = q.float()
+    mean = queries.new_empty((*q.shape[:2], 0, q.shape[-1]))
+    if policy.smooth_q:
+        mean = block_mean(queries, policy.block_q)
+        queries = queries - token_rows(mean, policy.block_q, q.shape[-2])
+    return quantize(queries, q_block(policy)), mean
+
+
+def token_rows(blocks: Tensor, block: int, tokens: int) -> Tensor:
+    """(..., blocks, x) repeated to (..., tokens, x)."""
+    return blocks.repeat_interleave(block, -2)[..., :tokens, :]
+
+
+@torch.no_grad()
+def sage_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, policy: Policy
+) -> SageForward:
+    """INT8 attention of q (batch, heads, seqlen_q, head_dim), k and v (batch, kv_heads, ...).
+
+    The LSE is that of the smoothed K: add ``scale * q . k_mean`` for the original K's. A query that
+    sees no key gets out = 0 and lse = -inf.
+    """
+    batch, heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k = k.shape[1:3]
+    shapes = saved_shapes(tuple(q.shape), tuple(k.shape), policy)
+    if 0 in (batch, heads, seqlen_q, seqlen_k):
+        saved = Saved(*(q.new_zeros(s, dtype=torch.float32) for s in shapes.values()))
+        saved = saved._replace(q_codes=saved.q_codes.char(), k_codes=saved.k_codes.char())
+        return SageForward(
+            torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32), saved
+        )
+
+    k_mean = token_mean(k) if policy.smooth_k else q.new_empty(shapes["k_mean"]).float()
+    smooth_k = smooth_keys(k, k_mean, policy)
+    unused = q.new_empty(0, dtype=torch.int8)
+    q8 = k8 = None
+    q_mean = q.new_empty(shapes["q_mean"], dtype=torch.float32)
+    if policy.qk == "int8":
+        q8, q_mean = quantize_q(q, policy)
+        k8 = quantize(smooth_k, k_block(policy))
+    scores = Scores(q, smooth_k, q8, k8, q_mean, scale, policy)
+    saved = Saved(
+        q8.codes if q8 else unused.view(shapes["q_codes"]),
+        k8.codes if k8 and policy.saves_k_codes else unused.view(shapes["k_codes"]),
+        q8.scale if q8 else q_mean.new_empty(shapes["q_scale"]),
+        k8.scale if k8 and policy.saves_k_codes else q_mean.new_empty(shapes["k_scale"]),
+        q_mean,
+        k_mean,
+    )
+
+    if policy.pv == "int8":
+        v8, v_mean = quantize_v(v, policy)
+        v_scale, values = v8.token_scale().unsqueeze(2), v8.codes.unsqueeze(2)
+    else:
+        v_mean, v_scale, values = None, None, round16(v, v.dtype).unsqueeze(2)
+
+    rows = (batch, kv_heads, heads // kv_heads, seqlen_q)
+    row_max = smooth_k.new_full((*rows, 1), -torch.inf)
+    row_sum = smooth_k.new_zeros((*rows, 1))
+    acc = smooth_k.new_zeros((*rows, head_dim))
+    for keys, first, mask in KeyBlocks(seqlen_q, seqlen_k, policy.block_k, causal):
+        s = scores(keys, first)
+        if mask is not None:
+            s.masked_fill_(~mask, -torch.inf)
+        m, l, o = (x[..., first:, :] for x in (row_max, row_sum, acc))
+        block_max = s.amax(-1, keepdim=True)
+        m_new = torch.maximum(m, block_max)
+        shrink = torch.exp2(m - m_new)
+        m.copy_(m_new)
+        if v_scale is None:
+            p = s.sub_(m_new).exp2_()
+            l.mul_(shrink).add_(p.sum(-1, keepdim=True))
+            o.mul_(shrink).add_(round16(p, v.dtype) @ values[..., keys, :])
+            continue
+        # Against the block's own max, then moved to the running one: what a kernel does.
+        p = s.sub_(block_max).exp2_()
+        grow = torch.exp2(block_max - m_new)
+        l.mul_(shrink).add_(grow * p.sum(-1, keepdim=True))
+        per_key = v_scale[..., keys, :]
+        if policy.v_scale == "per_token":
+            p = p * per_key.mT
+            if mask is not None:
+                p.masked_fill_(~mask, 0.0)  # 0 * NaN: a key that is not seen contributes nothing
+        p_scale = absmax_scale(p.amax(-1, keepdim=True), policy.p_max)
+        pv = int_matmul(encode(p, p_scale, policy.p_max), values[..., keys, :])
+        pv *= p_scale * grow
+        if policy.v_scale != "per_token":
+            pv *= per_key[..., :1, :]
+        o.mul_(shrink).add_(pv)
+
+    seen = row_max != -torch.inf
+    out = torch.where(seen, acc / row_sum, 0.0)
+    if v_mean is not None:
+        out = torch.where(seen, out + v_mean[:, :, None, None], 0.0)
+    lse = (row_max + row_sum.log2()) / LOG2_E
+    result = torch.empty_like(q)
+    result.copy_(out.flatten(1, 2))
+    return SageForward(result, lse.squeeze(-1).flatten(1, 2), saved)
+
+
+class Scores:
+    """S of one block of keys at a time, in log2 units: the forward's, and the backward's again."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q8: Quantized | None,
+        k8: Quantized | None,
+        q_mean: Tensor,
+        scale: float,
+        policy: Policy,
+    ) -> None:
+        """Takes INT8 operands where q8 and k8 are given, else q and k rounded to 16 bits.
+
+        Args:
+            q: (batch, heads, seqlen_q, head_dim), used without q8 (less its block means, if any).
+            k: (batch, kv_heads, seqlen_k, head_dim), smoothed.
+            q8: codes of q less its block means.
+            k8: codes of k.
+            q_mean: (batch, heads, blocks, head_dim); no blocks: Q is not smoothed.
+            scale: softmax scale.
+            policy: for ``block_q``.
+        """
+        kv_heads, seqlen_q = k.shape[1], q.shape[2]
+        self.factor = scale * LOG2_E
+        self.exact = q8 is not None and k8 is not None
+        if q8 is not None and k8 is not None:
+            self.q = group_heads(q8.codes.float(), kv_heads)
+            self.k = k8.codes.float().unsqueeze(2)
+            self.q_scale = group_heads(q8.token_scale() * self.factor, kv_heads)
+            self.k_scale = k8.token_scale().unsqueeze(2).mT
+        else:
+            self.q = group_heads(round16(q, q.dtype) * self.factor, kv_heads)
+            self.k = round16(k, q.dtype).unsqueeze(2)
+        self.q_mean = None
+        if q_mean.shape[2]:
+            self.q_mean = group_heads(q_mean * self.factor, kv_heads)
+            self.smooth_k, self.block, self.seqlen_q = k.unsqueeze(2), policy.block_q, seqlen_q
+
+    def __call__(self, keys: slice, first: int) -> Tensor:
+        """(batch, kv_heads, group, queries from ``first`` on, keys), float32."""
+        s = self.q[..., first:, :] @ self.k[..., keys, :].mT
+        if self.exact:
+            s.mul_(self.q_scale[..., first:, :]).mul_(self.k_scale[..., keys])
+        if self.q_mean is not None:
+            bias = self.q_mean @ self.smooth_k[..., keys, :].mT
+            s += token_rows(bias, self.block, self.seqlen_q)[..., first:, :]
+        return s
