@@ -1,0 +1,15 @@
+"""Attention that trains in INT8: ``torch.ops.sage.attn`` and :func:`sage_cute.attention`.
+
+Importing this registers the ops. It needs no GPU, no driver and no CuTe DSL.
+"""
+
+from sage_cute import compile_integration as _ops  # registers torch.ops.sage
+from sage_cute import errors, nn
+from sage_cute._version import __version__
+from sage_cute.api import attention
+from sage_cute.policies import policies
+from sage_cute.support import Support, is_supported
+
+__all__ = ["Support", "__version__", "attention", "errors", "is_supported", "nn", "policies"]
+
+del _ops

@@ -1,0 +1,19 @@
+"""Selective activation checkpointing: keep attention's outputs, recompute what is cheap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+from sage_cute.compile_integration.schema import op
+
+SAVE_OPS = (op("attn_fwd"),)
+"""The overloads (policies are asked about overloads, never packets) whose results are worth memory."""
+
+
+def save_attention(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy for ``create_selective_checkpoint_contexts``: attention runs once, all else twice."""
+    return (
+        CheckpointPolicy.MUST_SAVE if func in SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    )

@@ -1,0 +1,45 @@
+"""Names and schemas of the ops, and the library object that owns them.
+
+``sage::attn`` and ``sage::attn_with_lse`` are what users call. They are composites: a graph holds
+``attn_fwd`` + ``attn_backward`` where gradients are needed and ``attn_infer`` elsewhere. Tensors are
+positional (DTensor takes no others) and everything static is a plain argument.
+"""
+
+from __future__ import annotations
+
+import torch
+
+NAMESPACE = "sage"
+LIB = torch.library.Library(NAMESPACE, "FRAGMENT")  # deregisters everything when collected
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+_PUBLIC = (
+    "(Tensor q, Tensor k, Tensor v, *, bool is_causal=False, float? scale=None, "
+    'str policy="default")'
+)
+_KERNEL = "(Tensor q, Tensor k, Tensor v, float? scale, bool is_causal, str policy)"
+SCHEMAS = {
+    "attn": f"{_PUBLIC} -> Tensor",
+    "attn_with_lse": f"{_PUBLIC} -> (Tensor out, Tensor lse)",
+    # lse is that of the smoothed K: k_mean holds what is missing to the original K's.
+    "attn_infer": f"{_KERNEL} -> (Tensor out, Tensor lse, Tensor k_mean)",
+    "attn_fwd": (
+        f"{_KERNEL} -> (Tensor out, Tensor lse, Tensor q_codes, Tensor k_codes, Tensor q_scale, "
+        "Tensor k_scale, Tensor q_mean, Tensor k_mean)"
+    ),
+    # q and k only for policies that do not save their codes.
+    "attn_backward": (
+        "(Tensor dout, Tensor? dlse, Tensor? q, Tensor? k, Tensor v, Tensor out, Tensor lse, "
+        "Tensor q_codes, Tensor k_codes, Tensor q_scale, Tensor k_scale, Tensor q_mean, "
+        "Tensor k_mean, float? scale, bool is_causal, str policy) "
+        "-> (Tensor dq, Tensor dk, Tensor dv)"
+    ),
+}
+for _name, _schema in SCHEMAS.items():
+    LIB.define(_name + _schema, tags=TAGS)
+
+
+def op(name: str) -> torch._ops.OpOverload:
+    """The overload of one of our ops, which is cheaper to call than its packet."""
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload

@@ -1,0 +1,87 @@
+"""Modules for models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sage_cute.api import Layout, attention
+from sage_cute.policies import resolve
+
+
+class SageAttention(torch.nn.Module):
+    """INT8 attention with optional QK-norm, the part of a transformer layer between projections.
+
+    QK-norm is RMSNorm over head_dim with a learned gain, one for q and one for k, shared by heads.
+    It bounds the scores and with them the error of INT8 products: SageBwd (arXiv 2603.02170,
+    section 4) found it necessary for stable pre-training at large batches.
+
+    Args:
+        head_dim: size of a head.
+        qk_norm: normalize q and k first.
+        causal: bottom-right causal mask.
+        scale: softmax scale; None: head_dim ** -0.5.
+        policy: see :func:`sage_cute.attention`.
+        layout: ``"bhsd"`` or ``"bshd"``, of q, k, v and the result.
+        eps: of the norms.
+
+    Raises:
+        PolicyError: unknown policy.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        qk_norm: bool = False,
+        causal: bool = False,
+        scale: float | None = None,
+        policy: str = "default",
+        layout: Layout = "bhsd",
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        resolve(policy)  # an unknown name fails here rather than in the first step
+        self.head_dim, self.causal, self.scale = head_dim, causal, scale
+        self.policy, self.layout = policy, layout
+        self.q_norm = torch.nn.RMSNorm(head_dim, eps=eps) if qk_norm else torch.nn.Identity()
+        self.k_norm = torch.nn.RMSNorm(head_dim, eps=eps) if qk_norm else torch.nn.Identity()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotary: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Attention of q over k and v, in the shapes of :func:`sage_cute.attention`.
+
+        Args:
+            q: (batch, heads, seqlen_q, head_dim), or as ``layout`` says.
+            k: (batch, kv_heads, seqlen_k, head_dim).
+            v: like k.
+            rotary: applied to q and to k between QK-norm and attention, where a rotary position
+                embedding belongs.
+        """
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotary(q), rotary(k)
+        # Under autocast a norm may return float32: one dtype again for the op.
+        if q.dtype != v.dtype or k.dtype != v.dtype:
+            q, k = q.to(v.dtype), k.to(v.dtype)
+        return attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            scale=self.scale,
+            policy=self.policy,
+            layout=self.layout,
+        )
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows of the module."""
+        return f"head_dim={self.head_dim}, causal={self.causal}, policy={self.policy!r}"

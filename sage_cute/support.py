@@ -1,0 +1,114 @@
+"""What the ops take: one place that eager, torch.compile and the fake rules all ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from sage_cute.errors import DTypeError, PolicyError, ShapeError, UnsupportedError
+from sage_cute.policies import resolve
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+CUDA_MISSING = (
+    "sage.attn: this version has no CUDA kernels yet, only the CPU implementation; move q, k and v "
+    "to the CPU to check numerics, or use torch's scaled_dot_product_attention on the GPU"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """Whether inputs are supported; ``reason`` says why not, and what to do. True if they are."""
+
+    supported: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.supported
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+    """Raises the one error that says what is wrong with the inputs of attention, and the remedy.
+
+    Reads sizes, dtypes and devices only, never data: it runs on fake tensors as well.
+    """
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ShapeError(
+            "sage.attn: q, k and v must be (batch, heads, seqlen, head_dim), got "
+            f"{_shapes(q, k, v)}; add the missing dimensions with unsqueeze"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise DTypeError(
+            f"sage.attn: q, k and v have different dtypes ({q.dtype}, {k.dtype}, {v.dtype}); cast "
+            "them to one, or call under torch.autocast"
+        )
+    if q.dtype not in DTYPES:
+        raise DTypeError(f"sage.attn: dtype {q.dtype}; cast to float16, bfloat16 or float32")
+    if not q.device == k.device == v.device:
+        raise UnsupportedError(
+            f"sage.attn: q, k and v are on different devices ({q.device}, {k.device}, {v.device}); "
+            "move them to one"
+        )
+    batch, heads, _, head_dim = q.shape
+    if k.shape != v.shape:
+        raise ShapeError(
+            f"sage.attn: k {tuple(k.shape)} and v {tuple(v.shape)} must have the same shape; a "
+            "head_dim of v other than that of k is not supported: pad the smaller with zeros"
+        )
+    if k.shape[0] != batch or k.shape[3] != head_dim:
+        raise ShapeError(
+            f"sage.attn: q, k and v need the same batch and head_dim, got {_shapes(q, k, v)}"
+        )
+    kv_heads = k.shape[1]
+    if heads % kv_heads if kv_heads else heads:
+        raise ShapeError(
+            f"sage.attn: {heads} query heads are no multiple of {kv_heads} key heads; repeat or "
+            "drop heads of k and v"
+        )
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise UnsupportedError(
+            f"sage.attn: head_dim {head_dim}; 1 to {MAX_HEAD_DIM} are supported"
+        )
+    if scale is not None and not math.isfinite(scale):
+        raise UnsupportedError(f"sage.attn: scale {scale} is not finite; None: head_dim ** -0.5")
+
+
+def check_device(device: torch.device) -> None:
+    """Raises where no implementation covers the device."""
+    if device.type == "cuda":
+        raise UnsupportedError(CUDA_MISSING)
+    if device.type not in ("cpu", "meta"):
+        raise UnsupportedError(
+            f"sage.attn: no implementation for device {device}; supported: cpu (reference)"
+        )
+
+
+def is_supported(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, policy: str = "default"
+) -> Support:
+    """Whether :func:`sage_cute.attention` takes these inputs, and if not, why and what to do.
+
+    Args:
+        q: (batch, heads, seqlen_q, head_dim); fake and meta tensors do.
+        k: (batch, kv_heads, seqlen_k, head_dim).
+        v: like k.
+        scale: softmax scale.
+        policy: policy string.
+
+    Returns:
+        A status that is true or false; its ``reason`` is the message that the op would raise.
+    """
+    try:
+        resolve(policy)
+        check_inputs(q, k, v, scale)
+        check_device(q.device)
+    except (DTypeError, PolicyError, ShapeError, UnsupportedError) as error:
+        return Support(False, str(error))
+    return Support(True)
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(tuple(t.shape)) for t in tensors)
