@@ -23,10 +23,21 @@ def default_scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
+def _dense_like(x: Tensor) -> Tensor:
+    """A new dense tensor with the shape of x and its order of heads and tokens in memory.
+
+    Not ``empty_like``: fake and real tensors differ there on the strides of dimensions of size 1.
+    """
+    b, h, s, d = x.shape
+    bshd = 0 < x.stride(1) < x.stride(2)
+    strides = (s * h * d, d, h * d, 1) if bshd else (h * s * d, s * d, d, 1)
+    return x.new_empty_strided((b, h, s, d), strides)
+
+
 def _alloc_fwd(q: Tensor, k: Tensor, policy: Policy) -> tuple[Tensor, ...]:
     shapes = saved_shapes(q.shape, k.shape, policy)
     return (
-        torch.empty_like(q),
+        _dense_like(q),
         q.new_empty(q.shape[:3], dtype=torch.float32),
         q.new_empty(shapes["q_codes"], dtype=torch.int8),
         q.new_empty(shapes["k_codes"], dtype=torch.int8),
@@ -40,14 +51,14 @@ def _alloc_fwd(q: Tensor, k: Tensor, policy: Policy) -> tuple[Tensor, ...]:
 def _alloc_infer(q: Tensor, k: Tensor, policy: Policy) -> Tensors3:
     head_dim = k.shape[3] if policy.smooth_k else 0
     return (
-        torch.empty_like(q),
+        _dense_like(q),
         q.new_empty(q.shape[:3], dtype=torch.float32),
         q.new_empty((*k.shape[:2], head_dim), dtype=torch.float32),
     )
 
 
 def _alloc_backward(out: Tensor, v: Tensor) -> Tensors3:
-    return torch.empty_like(out), torch.empty_like(v), torch.empty_like(v)
+    return _dense_like(out), _dense_like(v), _dense_like(v)
 
 
 def _fill(outputs: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:

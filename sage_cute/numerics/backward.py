@@ -144,10 +144,7 @@ def sage_backward(
             dk[..., keys, :] += (ds_hat.mT @ q_mean[..., first:, :]).sum(2)
         dq[..., first:, :] += _contract_keys(ds, dq_operand, keys, policy)
 
-    grads = Gradients(torch.empty_like(out), torch.empty_like(v), torch.empty_like(v))
-    for grad, value in zip(grads, (dq.flatten(1, 2) * scale, dk * scale, dv), strict=True):
-        grad.copy_(value)
-    return grads
+    return Gradients((dq.flatten(1, 2) * scale).to(dtype), (dk * scale).to(dtype), dv.to(dtype))
 
 
 def _dequantized(codes: Tensor, scale: Tensor, block: int) -> Tensor | None:

@@ -230,9 +230,7 @@ def sage_forward(
     if v_mean is not None:
         out = torch.where(seen, out + v_mean[:, :, None, None], 0.0)
     lse = (row_max + row_sum.log2()) / LOG2_E
-    result = torch.empty_like(q)
-    result.copy_(out.flatten(1, 2))
-    return SageForward(result, lse.squeeze(-1).flatten(1, 2), saved)
+    return SageForward(out.flatten(1, 2).to(q.dtype), lse.squeeze(-1).flatten(1, 2), saved)
 
 
 class Scores:

@@ -1,0 +1,173 @@
+"""Bad input raises one clear error: in eager, in the fake rule, and under torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sage_cute
+from sage_cute.errors import DTypeError, PolicyError, ShapeError, UnsupportedError
+
+B, H, S, D = 2, 4, 8, 16
+
+
+def t(*shape, dtype=torch.float32, device="cpu"):
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+GOOD = (t(B, H, S, D), t(B, 2, S, D), t(B, 2, S, D))
+BAD = {
+    "three dimensions": (ShapeError, "must be .batch, heads, seqlen", (t(H, S, D),) * 3, {}),
+    "five dimensions": (ShapeError, "must be .batch", (t(1, B, H, S, D), *GOOD[1:]), {}),
+    "mixed dtypes": (
+        DTypeError,
+        r"different dtypes .torch.float32, torch.bfloat16, torch.float32.*autocast",
+        (GOOD[0], GOOD[1].bfloat16(), GOOD[2]),
+        {},
+    ),
+    "float64": (DTypeError, "dtype torch.float64; cast", [x.double() for x in GOOD], {}),
+    "int8": (DTypeError, "dtype torch.int8; cast", [x.char() for x in GOOD], {}),
+    "k and v lengths": (ShapeError, "must have the same shape", (*GOOD[:2], t(B, 2, S + 1, D)), {}),
+    "head_dim of v": (ShapeError, "head_dim of v other", (*GOOD[:2], t(B, 2, S, D + 8)), {}),
+    "head_dim of k": (
+        ShapeError,
+        "same batch and head_dim",
+        (GOOD[0], t(B, 2, S, D + 8), t(B, 2, S, D + 8)),
+        {},
+    ),
+    "batch": (ShapeError, "same batch", (t(1, H, S, D), *GOOD[1:]), {}),
+    "GQA 6:4": (ShapeError, "6 query heads are no multiple of 4", (t(B, 6, S, D),)
+        + (t(B, 4, S, D),) * 2, {}),
+    "fewer query heads": (ShapeError, "no multiple", (t(B, 2, S, D),) + (t(B, 4, S, D),) * 2, {}),
+    "no key heads": (ShapeError, "no multiple of 0", (t(B, 2, S, D),) + (t(B, 0, S, D),) * 2, {}),
+    "head_dim 257": (UnsupportedError, "head_dim 257; 1 to 256", (t(1, 1, S, 257),) * 3, {}),
+    "head_dim 0": (UnsupportedError, "head_dim 0; 1 to 256", (t(1, 1, S, 0),) * 3, {}),
+    "devices": (
+        UnsupportedError,
+        "different devices",
+        (GOOD[0], GOOD[1].to("meta"), GOOD[2]),
+        {},
+    ),
+    "infinite scale": (UnsupportedError, "not finite", GOOD, {"scale": float("inf")}),
+    "NaN scale": (UnsupportedError, "not finite", GOOD, {"scale": float("nan")}),
+    "unknown policy": (
+        PolicyError,
+        "unknown policy 'fastest'; known policies: sagebwd, fast, accurate, int8, default",
+        GOOD,
+        {"policy": "fastest"},
+    ),
+    "unknown field": (PolicyError, "field=value", GOOD, {"policy": "fast:smooth=true"}),
+    "impossible mix": (
+        PolicyError,
+        "contracts over channels",
+        GOOD,
+        {"policy": "fast:v_scale=per_channel"},
+    ),
+}
+
+
+@pytest.fixture(params=BAD)
+def bad(request):
+    return BAD[request.param]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_eager(bad, needs_grad, return_lse) -> None:
+    error, message, tensors, kwargs = bad
+    if needs_grad:
+        tensors = [x.clone().requires_grad_(x.is_floating_point()) for x in tensors]
+    with pytest.raises(error, match=message):
+        sage_cute.attention(*tensors, return_lse=return_lse, **kwargs)
+
+
+def test_kernel_level_ops(bad) -> None:
+    error, message, tensors, kwargs = bad
+    static = (kwargs.get("scale"), False, kwargs.get("policy", "fast"))
+    for op in (torch.ops.sage.attn_fwd, torch.ops.sage.attn_infer):
+        with pytest.raises(error, match=message):
+            op(*tensors, *static)
+
+
+def test_fake_rule(bad) -> None:
+    error, message, tensors, kwargs = bad
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in tensors]
+        with pytest.raises(error, match=message):
+            torch.ops.sage.attn(*fakes, **kwargs)
+
+
+def test_under_compile(bad) -> None:
+    error, message, tensors, kwargs = bad
+    compiled = torch.compile(
+        lambda *x: sage_cute.attention(*x, **kwargs), backend="aot_eager", fullgraph=True
+    )
+    # Dynamo wraps what a fake rule raises, and keeps its text.
+    with pytest.raises((error, torch._dynamo.exc.TorchRuntimeError), match=message):
+        compiled(*tensors)
+
+
+def test_is_supported_gives_the_message_as_its_reason(bad) -> None:
+    error, _, tensors, kwargs = bad
+    status = sage_cute.is_supported(*tensors, **kwargs)
+    assert not status
+    with pytest.raises(error) as raised:
+        sage_cute.attention(*tensors, **kwargs)
+    assert status.reason == str(raised.value)
+
+
+def test_is_supported_of_good_inputs() -> None:
+    status = sage_cute.is_supported(*GOOD)
+    assert status and status.supported and status.reason == ""
+
+
+def test_unknown_arguments_are_refused() -> None:
+    for name, value in {"attn_mask": None, "dropout_p": 0.1, "is_causal": True}.items():
+        with pytest.raises(TypeError, match=name):
+            sage_cute.attention(*GOOD, **{name: value})
+    for name in ("attn_mask", "dropout_p", "causal"):
+        with pytest.raises(RuntimeError, match=name):
+            torch.ops.sage.attn(*GOOD, **{name: True})
+
+
+def test_layout_and_scale_of_the_python_api() -> None:
+    with pytest.raises(ShapeError, match="'bhsd' or 'bshd'"):
+        sage_cute.attention(*GOOD, layout="sbhd")
+    with pytest.raises(ShapeError, match="layout 'bshd': expected"):
+        sage_cute.attention(*(x[0] for x in GOOD), layout="bshd")
+    with pytest.raises(DTypeError, match="scale must be a number"):
+        sage_cute.attention(*GOOD, scale="auto")
+    with pytest.raises(DTypeError, match="scale must be a number, got Tensor"):
+        sage_cute.attention(*GOOD, scale=torch.ones(2))
+
+
+def test_cuda_tensors_get_one_error_in_the_fake_rule_too() -> None:
+    with FakeTensorMode():
+        # (torch aborts on a fake CUDA leaf that requires grad where there is no CUDA.)
+        q = torch.empty(1, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
+        with pytest.raises(UnsupportedError, match="no CUDA kernels yet.*scaled_dot_product"):
+            torch.ops.sage.attn(q, q, q)
+        with pytest.raises(UnsupportedError, match="no CUDA kernels yet.*scaled_dot_product"):
+            torch.ops.sage.attn_fwd(q, q, q, None, False, "fast")
+
+
+def test_wrong_gradients_are_refused() -> None:
+    q, k, v = GOOD
+    out, lse, *saved = torch.ops.sage.attn_fwd(q, k, v, None, False, "fast")
+    with pytest.raises(ShapeError, match="dout"):
+        torch.ops.sage.attn_backward(
+            out[..., :-1], None, None, None, v, out, lse, *saved, None, False, "fast"
+        )
+    out, lse, *saved = torch.ops.sage.attn_fwd(q, k, v, None, False, "fast:qk=16bit,s=16bit")
+    with pytest.raises(ShapeError, match="does not save codes"):
+        torch.ops.sage.attn_backward(
+            out, None, None, None, v, out, lse, *saved, None, False, "fast:qk=16bit,s=16bit"
+        )
+
+
+def test_out_of_memory_stays_a_catchable_error() -> None:
+    q = torch.zeros(1, 1, 1, 64).expand(1 << 12, 1 << 12, 1 << 14, 64)
+    with pytest.raises(RuntimeError, match="(?i)memory|alloc"):
+        sage_cute.attention(q, q, q)
+    assert sage_cute.attention(*GOOD).shape == GOOD[0].shape

@@ -1,0 +1,29 @@
+"""Shared fixtures. Collection needs neither a GPU nor the CuTe DSL."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+# Before torch reads it: caches of an earlier version of the ops must not answer for this one.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="sage-cute-inductor-"))
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a GPU where there is none, and says so."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU with compute capability 9.0 (sm_90a)")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> None:
+    """The same random numbers and no compiled graphs, whatever ran before."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
