@@ -15,13 +15,18 @@ import sage_cute
 from sage_cute._version import __version__
 
 
-def abi() -> str:
-    """A hash over every source that shapes a graph: registrations, policies, saved tensors."""
+def abi_sources() -> list[Path]:
+    """Every source that shapes a graph: registrations, policies, saved tensors."""
     root = Path(sage_cute.__file__).parent
+    folders = (Path(__file__).parent, root / "policies", root / "numerics")
+    return [path for folder in folders for path in sorted(folder.glob("*.py"))]
+
+
+def abi() -> str:
+    """A hash over those sources, so that no one has to remember to raise a number."""
     digest = hashlib.sha256()
-    for folder in (Path(__file__).parent, root / "policies", root / "numerics"):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.read_bytes())
+    for path in abi_sources():
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

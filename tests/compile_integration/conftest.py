@@ -60,3 +60,28 @@ def qkv() -> Make:
 def layout(request: pytest.FixtureRequest) -> str:
     """Each memory layout."""
     return str(request.param)
+
+
+@pytest.fixture
+def graphs_of() -> Callable[..., list[list[str]]]:
+    """Compiles, runs and differentiates a function: our ops in its forward and backward graph."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def graphs(function: Callable[..., Tensor], *args: Tensor) -> list[list[str]]:
+        seen: list[list[str]] = []
+
+        def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+            seen.append([str(n.target) for n in graph.graph.nodes if "sage" in str(n.target)])
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(
+            fw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+        )
+        out = torch.compile(function, backend=backend, fullgraph=True)(*args)
+        if out.requires_grad:
+            out.sum().backward()
+        return seen
+
+    return graphs
