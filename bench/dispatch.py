@@ -22,7 +22,9 @@ from sage_cute.compile_integration.schema import LIB, op
 TARGET_US = {"no grad": 10.0, "forward": 35.0, "forward + backward": 80.0}
 
 
-def _best_us(functions: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, float]:
+def _best_us(
+    functions: dict[str, Callable[[], object]], rounds: int, calls: int
+) -> dict[str, float]:
     """Microseconds a call, the best of ``rounds`` rounds that visit all functions in turn."""
     best = dict.fromkeys(functions, float("inf"))
     for _ in range(rounds):

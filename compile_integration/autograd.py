@@ -108,8 +108,8 @@ _NO_SECOND = DoubleBackwardError(
     "scaled_dot_product_attention with the math backend where one is needed"
 )
 _NO_GRAD = RuntimeError(
-    "sage.attn_infer saves nothing for a backward: call sage.attn (it picks this op by itself where "
-    "no gradient is needed)"
+    "sage.attn_infer saves nothing for a backward: call sage.attn (it picks this op by itself "
+    "where no gradient is needed)"
 )
 torch.library.register_autograd(
     f"{NAMESPACE}::attn_fwd", _gradients, setup_context=_setup_fwd, lib=LIB
@@ -156,7 +156,8 @@ def attn(
     _know_dtensor(q)
     policy = canonical(policy)
     if _needs_grad(q, k, v):
-        return _SageAttention.apply(q, k, v, scale, is_causal, policy)  # type: ignore[no-any-return]
+        out: Tensor = _SageAttention.apply(q, k, v, scale, is_causal, policy)  # type: ignore[no-untyped-call]
+        return out
     return _attn_infer(q, k, v, scale, is_causal, policy)[0]
 
 

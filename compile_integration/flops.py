@@ -32,7 +32,7 @@ def _forward(q: Shape, k: Shape, v: Shape, scale: Any, is_causal: bool, *_: Any,
 
 
 def _backward(*shapes_and_static: Any, **_: Any) -> int:
-    _, _, _, _, v, out, *_, is_causal, _ = shapes_and_static
+    v, out, is_causal = shapes_and_static[4], shapes_and_static[5], shapes_and_static[-2]
     return _flops(out, v, 5, is_causal)
 
 

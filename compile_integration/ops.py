@@ -19,7 +19,7 @@ Tensors3 = tuple[Tensor, Tensor, Tensor]
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
-    """The softmax scale: head_dim ** -0.5 unless given. (None costs no recompile, a float one.)"""
+    """The softmax scale, head_dim ** -0.5 unless given: None costs no recompile, a float one."""
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
@@ -159,9 +159,7 @@ def backward_cpu(
 ) -> Tensors3:
     """``attn_backward`` by the reference numerics."""
     saved = Saved(q_codes, k_codes, q_scale, k_scale, q_mean, k_mean)
-    outputs = backward_fake(
-        dout, dlse, q, k, v, out, lse, *saved, scale, is_causal, policy
-    )
+    outputs = backward_fake(dout, dlse, q, k, v, out, lse, *saved, scale, is_causal, policy)
     grads = sage_backward(
         dout,
         dlse,

@@ -1,8 +1,8 @@
 """Names and schemas of the ops, and the library object that owns them.
 
 ``sage::attn`` and ``sage::attn_with_lse`` are what users call. They are composites: a graph holds
-``attn_fwd`` + ``attn_backward`` where gradients are needed and ``attn_infer`` elsewhere. Tensors are
-positional (DTensor takes no others) and everything static is a plain argument.
+``attn_fwd`` + ``attn_backward`` where gradients are needed and ``attn_infer`` elsewhere. Tensors
+are positional (DTensor takes no others) and everything static is a plain argument.
 """
 
 from __future__ import annotations

@@ -69,9 +69,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
             "drop heads of k and v"
         )
     if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise UnsupportedError(
-            f"sage.attn: head_dim {head_dim}; 1 to {MAX_HEAD_DIM} are supported"
-        )
+        raise UnsupportedError(f"sage.attn: head_dim {head_dim}; 1 to {MAX_HEAD_DIM} are supported")
     if scale is not None and not math.isfinite(scale):
         raise UnsupportedError(f"sage.attn: scale {scale} is not finite; None: head_dim ** -0.5")
 

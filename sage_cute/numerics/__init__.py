@@ -1,7 +1,7 @@
 """What the ops compute, on any machine: the float64 truth and INT8 attention in plain torch."""
 
 from sage_cute.numerics.backward import sage_backward
-from sage_cute.numerics.forward import Saved, SageForward, sage_forward, saved_shapes
+from sage_cute.numerics.forward import SageForward, Saved, sage_forward, saved_shapes
 from sage_cute.numerics.metrics import cosine, rel_l2
 from sage_cute.numerics.quantize import Quantized, quantize
 from sage_cute.numerics.reference import (

@@ -243,10 +243,8 @@ def _contract_queries(
     return partial.sum((2, 3)), (x * scale).flatten(-3, -2)[..., :queries, :]
 
 
-def _contract_keys(
-    ds: Tensor, operand: Quantized | Tensor, keys: slice, policy: Policy
-) -> Tensor:
-    """dS K over one block of keys, for dQ: (batch, kv_heads, group, queries, head_dim).
+def _contract_keys(ds: Tensor, operand: Quantized | Tensor, keys: slice, policy: Policy) -> Tensor:
+    """DS K over one block of keys, for dQ: (batch, kv_heads, group, queries, head_dim).
 
     Args:
         ds: (batch, kv_heads, group, queries, keys).
@@ -259,7 +257,9 @@ def _contract_keys(
     rows, queries = policy.ds_dq_rows or policy.bwd_block_q, ds.shape[-2]
     ds = pad_tokens(ds, rows).unflatten(-2, (num_groups(queries, rows), rows))
     scale = absmax_scale(ds.abs().amax((-2, -1), keepdim=True))
-    product = int_matmul(encode(ds, scale).flatten(-3, -2), operand.codes[..., keys, :].unsqueeze(2))
+    product = int_matmul(
+        encode(ds, scale).flatten(-3, -2), operand.codes[..., keys, :].unsqueeze(2)
+    )
     product = product.unflatten(-2, (-1, rows)).mul_(scale).flatten(-3, -2)[..., :queries, :]
     b_scale = operand.scale if operand.per_channel else operand.scale.unsqueeze(-1)
     return product * b_scale[..., keys.start // operand.block, None, None, :]

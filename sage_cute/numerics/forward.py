@@ -48,7 +48,7 @@ class Saved(NamedTuple):
 
 
 class SageForward(NamedTuple):
-    """Output in q's dtype, natural-log LSE over the smoothed K (float32), what the backward needs."""
+    """Output in q's dtype, natural-log LSE over the smoothed K (float32), and what is saved."""
 
     out: Tensor
     lse: Tensor
@@ -86,7 +86,7 @@ def k_block(policy: Policy) -> int:
 
 
 def round16(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x as an operand of a 16-bit product: rounded to dtype (bfloat16 for float32), in float32."""
+    """X as an operand of a 16-bit product: rounded to dtype (bfloat16 for float32), in float32."""
     return x.to(torch.bfloat16 if dtype == torch.float32 else dtype).float()
 
 
@@ -119,7 +119,7 @@ class KeyBlocks(NamedTuple):
 
 
 def smooth_keys(k: Tensor, k_mean: Tensor, policy: Policy) -> Tensor:
-    """K (batch, kv_heads, seqlen_k, head_dim) in float32, less its mean where the policy says so."""
+    """K (batch, kv_heads, seqlen_k, head_dim) in float32, less its mean if the policy says so."""
     return k.float() - k_mean.unsqueeze(-2) if policy.smooth_k else k.float()
 
 

@@ -88,7 +88,7 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def block_mean(x: Tensor, block: int) -> Tensor:
-    """Means over groups of ``block`` tokens of x (..., seqlen, head_dim), float32, summed in float64.
+    """Float32 means, summed in float64, over groups of tokens of x (..., seqlen, head_dim).
 
     Values that are not finite are left out of the sums, so that they reach the outputs that they
     belong to and not, through a mean, all others.

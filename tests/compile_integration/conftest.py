@@ -76,9 +76,7 @@ def graphs_of() -> Callable[..., list[list[str]]]:
             seen.append([str(n.target) for n in graph.graph.nodes if "sage" in str(n.target)])
             return make_boxed_func(graph.forward)
 
-        backend = aot_autograd(
-            fw_compiler=keep, partition_fn=min_cut_rematerialization_partition
-        )
+        backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
         out = torch.compile(function, backend=backend, fullgraph=True)(*args)
         if out.requires_grad:
             out.sum().backward()

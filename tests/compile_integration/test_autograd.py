@@ -1,4 +1,4 @@
-"""Gradients of the public ops: right, for any subset of inputs, and refused where there are none."""
+"""Gradients of the public ops: right for any subset of inputs, refused where there are none."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_no_grad_and_training_agree(qkv, op) -> None:
     with torch.no_grad():
         expected = op(*tensors, is_causal=True)
     result = op(*tensors, is_causal=True)
-    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (result, expected)), strict=True):
+    for a, b in zip(
+        *(x if isinstance(x, tuple) else (x,) for x in (result, expected)), strict=True
+    ):
         assert torch.equal(a, b) and a.requires_grad and not b.requires_grad
 
 

@@ -31,8 +31,9 @@ def test_autocast_follows_its_dtype_and_casts_mixes(qkv, dtype) -> None:
     assert out.dtype == out_lse.dtype == dtype and lse.dtype == torch.float32
     out.sum().backward()
     assert q.grad.dtype == v.grad.dtype == torch.float32 and q.grad.abs().sum() > 0
-    expected = SAGE.attn(q.to(dtype), k.bfloat16().to(dtype), v.to(dtype), is_causal=True,
-                         policy="accurate")
+    expected = SAGE.attn(
+        q.to(dtype), k.bfloat16().to(dtype), v.to(dtype), is_causal=True, policy="accurate"
+    )
     assert torch.equal(out, expected)
 
 

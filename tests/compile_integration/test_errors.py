@@ -37,8 +37,12 @@ BAD = {
         {},
     ),
     "batch": (ShapeError, "same batch", (t(1, H, S, D), *GOOD[1:]), {}),
-    "GQA 6:4": (ShapeError, "6 query heads are no multiple of 4", (t(B, 6, S, D),)
-        + (t(B, 4, S, D),) * 2, {}),
+    "GQA 6:4": (
+        ShapeError,
+        "6 query heads are no multiple of 4",
+        (t(B, 6, S, D),) + (t(B, 4, S, D),) * 2,
+        {},
+    ),
     "fewer query heads": (ShapeError, "no multiple", (t(B, 2, S, D),) + (t(B, 4, S, D),) * 2, {}),
     "no key heads": (ShapeError, "no multiple of 0", (t(B, 2, S, D),) + (t(B, 0, S, D),) * 2, {}),
     "head_dim 257": (UnsupportedError, "head_dim 257; 1 to 256", (t(1, 1, S, 257),) * 3, {}),
