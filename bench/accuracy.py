@@ -41,7 +41,7 @@ BASELINE = "16-bit"
 
 
 def run_sdpa(x: Inputs, causal: bool) -> Result:
-    """torch's attention in the inputs' dtype."""
+    """Torch's attention in the inputs' dtype."""
     q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     grads = torch.autograd.grad(out, (q, k, v), x.dout)

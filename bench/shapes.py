@@ -1,0 +1,58 @@
+"""The shapes that are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One attention problem: self-attention of ``seqlen`` tokens."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def name(self) -> str:
+        """Short, for tables."""
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
+        mask = "causal" if self.causal else "full"
+        return f"({self.batch}, {heads}, {self.seqlen}, {self.head_dim}) {mask}"
+
+    def flops(self, mode: str) -> int:
+        """4 b h n n d operations forward, 10 backward, half for causal: the usual count."""
+        products = {"fwd": 2, "bwd": 5, "fwd_bwd": 7}[mode]
+        whole = 2 * products * self.batch * self.heads * self.seqlen**2 * self.head_dim
+        return whole // 2 if self.causal else whole
+
+
+def _square(batch_heads: int, seqlen: int) -> list[Shape]:
+    return [
+        Shape(1, batch_heads, batch_heads, seqlen, head_dim, causal)
+        for head_dim in (128, 64)
+        for causal in (False, True)
+    ]
+
+
+PRESETS: dict[str, list[Shape]] = {
+    "main": [
+        *_square(32, 1024),
+        *_square(32, 4096),
+        *_square(16, 16384),
+        *_square(8, 32768),
+        Shape(1, 32, 8, 8192, 128, True),  # GQA
+        Shape(1, 24, 24, 32760, 128, False),  # video diffusion, ragged
+    ],
+    "goals": [
+        Shape(1, 16, 16, 16384, 128, False),
+        Shape(1, 16, 16, 16384, 128, True),
+        Shape(1, 16, 16, 16384, 64, False),
+        Shape(1, 32, 32, 4096, 128, False),
+        Shape(1, 32, 32, 1024, 128, False),
+    ],
+    "smoke": [Shape(1, 4, 2, 130, 64, True), Shape(1, 2, 2, 100, 32, False)],
+}
