@@ -194,6 +194,7 @@ def sage_forward(
     rows = (batch, kv_heads, heads // kv_heads, seqlen_q)
     row_max = smooth_k.new_full((*rows, 1), -torch.inf)
     row_sum = smooth_k.new_zeros((*rows, 1))
+    p_max = smooth_k.new_full((*rows, 1), -torch.inf)  # log2 of the largest P (times V's scale)
     acc = smooth_k.new_zeros((*rows, head_dim))
     for keys, first, mask in KeyBlocks(seqlen_q, seqlen_k, policy.block_k, causal):
         s = scores(keys, first)
@@ -218,7 +219,14 @@ def sage_forward(
             p = p * per_key.mT
             if mask is not None:
                 p.masked_fill_(~mask, 0.0)  # 0 * NaN: a key that is not seen contributes nothing
-        p_scale = absmax_scale(p.amax(-1, keepdim=True), policy.p_max)
+        largest = p.amax(-1, keepdim=True)
+        if policy.p_scale == "running":
+            reference = p_max[..., first:, :]
+            reference.copy_(torch.maximum(reference, block_max + largest.log2()))
+            # No V so far but zeros: the reference is -inf, and so are the logs of all P.
+            p = p * torch.where(largest > 0, torch.exp2(block_max - reference), largest)
+            grow, largest = torch.exp2(reference - m_new), torch.ones_like(largest)
+        p_scale = absmax_scale(largest, policy.p_max)
         pv = int_matmul(encode(p, p_scale, policy.p_max), values[..., keys, :])
         pv *= p_scale * grow
         if policy.v_scale != "per_token":

@@ -49,6 +49,10 @@ class Policy:
     v_scale: Literal["per_block", "per_token", "per_channel"] = "per_block"
     """``per_token`` is folded into P before P is quantized; ``per_channel`` is per block too."""
     p_max: Literal[127, 255] = 127  # largest code of the forward's P: signed or unsigned 8 bit
+    p_scale: Literal["per_block", "running"] = "per_block"
+    """The forward's P of a query is quantized against its largest value in the block of keys, or
+    against its largest so far: then blocks share a scale until the maximum moves, and a kernel may
+    sum their products as integers."""
     p_bwd_scale: Literal["per_tile", "per_key"] = "per_tile"  # P^T: one per tile, or per key row
     ds_dk_scale: Literal["per_tile", "per_key"] = "per_tile"  # dS^T in dK
     ds_dq_rows: int = 0  # queries per scale of dS in dQ; 0: the whole tile
@@ -117,7 +121,7 @@ class Policy:
     def __str__(self) -> str:
         products = " ".join(f"{name}={getattr(self, name)}" for name in PRODUCTS)
         scales = (
-            f"Q {self.q_scale}, K {self.k_scale}, V {self.v_scale}, P {self.p_max} levels, "
+            f"Q {self.q_scale}, K {self.k_scale}, V {self.v_scale}, P {self.p_scale} {self.p_max} levels, "
             f"P^T {self.p_bwd_scale}, dS^T {self.ds_dk_scale}, dS per "
             f"{self.ds_dq_rows or self.bwd_block_q}x{self.bwd_block_k}, dO {self.do_scale}, "
             f"transposed copies {self.transposed_scale}"
