@@ -6,7 +6,8 @@ import os
 import tempfile
 
 # Before torch reads it: caches of an earlier version of the ops must not answer for this one.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="sage-cute-inductor-"))
+_CACHE = tempfile.TemporaryDirectory(prefix="sage-cute-inductor-", ignore_cleanup_errors=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
 
 import pytest
 import torch

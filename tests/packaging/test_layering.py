@@ -15,10 +15,10 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "_version": (set(), set()),
     "policies": ({"errors"}, set()),
     "numerics": ({"policies"}, {"torch"}),
-    "config": ({"errors", "policies"}, set()),
+    "config": ({"policies"}, set()),
     "templates": ({"config", "errors"}, {"cutlass"}),
     "compile": ({"config", "templates", "policies", "errors"}, {"cutlass", "torch"}),
-    "support": ({"errors", "policies", "config"}, {"torch"}),
+    "support": ({"compile", "errors", "policies"}, {"torch"}),
     "compile_integration": (
         {"compile", "numerics", "policies", "support", "errors", "_version", ""},
         {"torch"},
@@ -26,8 +26,8 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "api": ({"compile_integration", "errors"}, {"torch"}),
     "nn": ({"api", "policies"}, {"torch"}),
     "testing": ({"api", "numerics", "policies", ""}, {"torch"}),
-    "training": ({"api", "nn", "policies", "errors", "_version", ""}, {"torch"}),
-    "cli": ({"training", "policies", "errors", "_version", "api", "nn", ""}, {"torch"}),
+    "training": ({"nn", "policies", "support", "errors", "_version"}, {"torch"}),
+    "cli": ({"training", "_version"}, set()),
 }
 WATCHED = {"torch", "cutlass", "cuda", "tvm_ffi"}
 
