@@ -13,7 +13,7 @@ from sage_cute.compile_integration.schema import LIB, NAMESPACE
 from sage_cute.errors import ShapeError
 from sage_cute.numerics import Saved, sage_backward, sage_forward, saved_shapes
 from sage_cute.policies import Policy, resolve
-from sage_cute.support import check_device, check_inputs
+from sage_cute.support import check_backward, check_forward, check_inputs
 
 Tensors3 = tuple[Tensor, Tensor, Tensor]
 
@@ -71,7 +71,7 @@ def fwd_fake(
 ) -> tuple[Tensor, ...]:
     """Outputs of ``attn_fwd``, not computed."""
     check_inputs(q, k, v, scale)
-    check_device(q.device)
+    check_forward(q, is_causal, policy)
     return _alloc_fwd(q, k, resolve(policy))
 
 
@@ -80,7 +80,7 @@ def infer_fake(
 ) -> Tensors3:
     """Outputs of ``attn_infer``, not computed."""
     check_inputs(q, k, v, scale)
-    check_device(q.device)
+    check_forward(q, is_causal, policy)
     return _alloc_infer(q, k, resolve(policy))
 
 
@@ -103,7 +103,7 @@ def backward_fake(
     policy: str,
 ) -> Tensors3:
     """Outputs of ``attn_backward``, not computed."""
-    check_device(v.device)
+    check_backward(v.device)
     if dout.shape != out.shape:
         raise ShapeError(
             f"sage.attn_backward: dout {tuple(dout.shape)} must have the shape of out "
@@ -184,4 +184,4 @@ for _name, _fake, _cpu in (
 ):
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIB)
     LIB.impl(_name, _cpu, "CPU")
-    LIB.impl(_name, _fake, "CUDA")  # no kernels yet: raises what the fake rule raises
+    LIB.impl(_name, _fake, "CUDA")  # raises what the fake rule raises, until kernels are registered

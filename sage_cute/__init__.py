@@ -3,7 +3,7 @@
 Importing this registers the ops. It needs no GPU, no driver and no CuTe DSL.
 """
 
-from sage_cute import compile_integration as _ops  # registers torch.ops.sage
+import sage_cute.compile_integration  # noqa: F401  registers torch.ops.sage
 from sage_cute import errors, nn
 from sage_cute._version import __version__
 from sage_cute.api import attention
@@ -11,5 +11,3 @@ from sage_cute.policies import policies
 from sage_cute.support import Support, is_supported
 
 __all__ = ["Support", "__version__", "attention", "errors", "is_supported", "nn", "policies"]
-
-del _ops

@@ -13,10 +13,21 @@ from sage_cute.policies import resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-CUDA_MISSING = (
-    "sage.attn: this version has no CUDA kernels yet, only the CPU implementation; move q, k and v "
-    "to the CPU to check numerics, or use torch's scaled_dot_product_attention on the GPU"
+_NO_CUDA = (
+    "sage.attn: this version has no CUDA implementation of the {} yet; move q, k and v to the CPU "
+    "to check numerics, or use torch's scaled_dot_product_attention on the GPU"
 )
+_cuda_directions: set[str] = set()  # "forward", "backward": what kernels are registered for
+
+
+def register_cuda(direction: str) -> None:
+    """Says that kernels for a direction are registered: checks ask them from then on."""
+    _cuda_directions.add(direction)
+
+
+def _check_cuda(direction: str) -> None:
+    if direction not in _cuda_directions:
+        raise UnsupportedError(_NO_CUDA.format(direction))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,25 +85,54 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         raise UnsupportedError(f"sage.attn: scale {scale} is not finite; None: head_dim ** -0.5")
 
 
-def check_device(device: torch.device) -> None:
-    """Raises where no implementation covers the device."""
+def check_forward(q: Tensor, is_causal: bool, policy: str) -> None:
+    """Raises where no implementation of the forward covers the device of q and what it holds."""
+    if q.device.type == "cuda":
+        _check_cuda("forward")
+        from sage_cute.compile.launch import supports  # what only a GPU needs
+
+        if q.dtype == torch.float32:
+            raise DTypeError("sage.attn: no CUDA kernel for float32; cast to bfloat16 or float16")
+        mix = resolve(policy)
+        status = supports(mix, head_dim=q.shape[3], dtype=q.dtype, is_causal=is_causal)
+        if not status:
+            raise UnsupportedError(f"sage.attn: {status.reason}")
+    else:
+        _check_device(q.device)
+
+
+def check_backward(device: torch.device) -> None:
+    """Raises where no implementation of the backward covers the device."""
     if device.type == "cuda":
-        raise UnsupportedError(CUDA_MISSING)
-    if device.type not in ("cpu", "meta"):
+        _check_cuda("backward")
+    _check_device(device)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda", "meta"):
         raise UnsupportedError(
-            f"sage.attn: no implementation for device {device}; supported: cpu (reference)"
+            f"sage.attn: no implementation for device {device}; move q, k and v to the CPU"
         )
 
 
 def is_supported(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, policy: str = "default"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    policy: str = "default",
 ) -> Support:
     """Whether :func:`sage_cute.attention` takes these inputs, and if not, why and what to do.
+
+    Where one of them requires grad (and grad mode is on) that includes the backward.
 
     Args:
         q: (batch, heads, seqlen_q, head_dim); fake and meta tensors do.
         k: (batch, kv_heads, seqlen_k, head_dim).
         v: like k.
+        causal: bottom-right causal mask.
         scale: softmax scale.
         policy: policy string.
 
@@ -102,7 +142,9 @@ def is_supported(
     try:
         resolve(policy)
         check_inputs(q, k, v, scale)
-        check_device(q.device)
+        check_forward(q, causal, policy)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            check_backward(q.device)
     except (DTypeError, PolicyError, ShapeError, UnsupportedError) as error:
         return Support(False, str(error))
     return Support(True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 
-# Before torch reads it: caches of an earlier version of the ops must not answer for this one.
-_CACHE = tempfile.TemporaryDirectory(prefix="sage-cute-inductor-", ignore_cleanup_errors=True)
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
-
 import pytest
 import torch
+
+# Caches of an earlier version of the ops must not answer for this one.
+_CACHE = tempfile.TemporaryDirectory(prefix="sage-cute-inductor-", ignore_cleanup_errors=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -121,7 +121,8 @@ class Policy:
     def __str__(self) -> str:
         products = " ".join(f"{name}={getattr(self, name)}" for name in PRODUCTS)
         scales = (
-            f"Q {self.q_scale}, K {self.k_scale}, V {self.v_scale}, P {self.p_scale} {self.p_max} levels, "
+            f"Q {self.q_scale}, K {self.k_scale}, V {self.v_scale}, "
+            f"P {self.p_scale} {self.p_max} levels, "
             f"P^T {self.p_bwd_scale}, dS^T {self.ds_dk_scale}, dS per "
             f"{self.ds_dq_rows or self.bwd_block_q}x{self.bwd_block_k}, dO {self.do_scale}, "
             f"transposed copies {self.transposed_scale}"

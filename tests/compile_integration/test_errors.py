@@ -150,10 +150,19 @@ def test_cuda_tensors_get_one_error_in_the_fake_rule_too() -> None:
     with FakeTensorMode():
         # (torch aborts on a fake CUDA leaf that requires grad where there is no CUDA.)
         q = torch.empty(1, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
-        with pytest.raises(UnsupportedError, match="no CUDA kernels yet.*scaled_dot_product"):
-            torch.ops.sage.attn(q, q, q)
-        with pytest.raises(UnsupportedError, match="no CUDA kernels yet.*scaled_dot_product"):
-            torch.ops.sage.attn_fwd(q, q, q, None, False, "fast")
+        for call in (
+            lambda: torch.ops.sage.attn(q, q, q),
+            lambda: torch.ops.sage.attn_fwd(q, q, q, None, False, "fast"),
+        ):
+            with pytest.raises(UnsupportedError, match="no CUDA implementation of the forward"):
+                call()
+        assert "scaled_dot_product_attention" in sage_cute.is_supported(q, q, q).reason
+
+
+def test_other_devices_are_named() -> None:
+    with FakeTensorMode(), pytest.raises((UnsupportedError, NotImplementedError), match="(?i)xpu"):
+        q = torch.empty(1, 2, 8, 64, device="xpu", dtype=torch.bfloat16)
+        torch.ops.sage.attn_fwd(q, q, q, None, True, "fast")
 
 
 def test_wrong_gradients_are_refused() -> None:

@@ -16,21 +16,21 @@ def python(code: str, *flags: str) -> str:
 
 
 def test_import_is_light() -> None:
-    output = python("""
+    code = """
         import sys, time
         import torch
         before = set(sys.modules)
-        start = time.perf_counter()
+        start = time.process_time()  # not the wall clock: the machine may be busy
         import sage_cute
-        print(time.perf_counter() - start)
+        print(time.process_time() - start)
         heavy = ("cutlass", "tvm_ffi", "torch._inductor", "torch._dynamo", "typer", "matplotlib",
                  "torch.distributed.tensor", "rich", "cuda")
         print([m for m in heavy if m in sys.modules and m not in before])
         print(torch.cuda.is_initialized())
-    """)
-    seconds, imported, initialized = output.split("\n")[:3]
-    assert float(seconds) < 0.1
-    assert imported == "[]" and initialized == "False"
+    """
+    runs = [python(code).split("\n")[:3] for _ in range(3)]
+    assert min(float(seconds) for seconds, _, _ in runs) < 0.1
+    assert {(imported, initialized) for _, imported, initialized in runs} == {("[]", "False")}
 
 
 def test_works_without_the_dsl_and_without_extras() -> None:

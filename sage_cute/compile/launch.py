@@ -1,0 +1,163 @@
+"""Launches the forward kernel on CUDA tensors: nothing is allocated, nothing waits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from sage_cute.compile.compiler import compiled
+from sage_cute.compile.plan import CompilePlan, fwd_plan
+from sage_cute.config import AttnProblem, FwdTileConfig, Status
+from sage_cute.config.arch import arch_of
+from sage_cute.config.problem import why_not_int8
+from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from sage_cute.policies import Policy
+
+LOG2_E = math.log2(math.e)
+V_SCALE_FORM: Final = "scale"
+"""What ``v_scale`` holds, per token too: the dequantization multiplier itself."""
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def supports(policy: Policy, *, head_dim: int, dtype: torch.dtype, is_causal: bool) -> Status:
+    """Whether a forward kernel exists for a call; the reason if not."""
+    try:
+        _plan(policy, head_dim, dtype, is_causal, None)
+    except (UnsupportedError, DTypeError) as error:
+        return Status(False, str(error))
+    return Status(True)
+
+
+def forward(
+    q_codes: Tensor,
+    q_scale: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    v_t: Tensor,
+    v_scale: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    is_causal: bool,
+    policy: Policy,
+    config: FwdTileConfig | None = None,
+) -> None:
+    """Attention of quantized tensors into ``out`` and ``lse``.
+
+    Args:
+        q_codes: int8 (batch, heads, seqlen_q, head_dim), contiguous.
+        q_scale: float32, one a query or one for ``block_q`` queries.
+        k_codes: int8 (batch, kv_heads, seqlen_k, head_dim), contiguous, of the smoothed K.
+        k_scale: float32, one a key or one for ``block_k`` keys.
+        v_t: int8 (batch, kv_heads, head_dim, seqlen_k padded to 128), keys permuted within 16.
+        v_scale: float32, one a padded key or one for ``block_k`` keys.
+        out: (batch, heads, seqlen_q, head_dim), bfloat16 or float16, head_dim contiguous, rows on
+            16 bytes.
+        lse: float32 (batch, heads, seqlen_q), contiguous: natural log, of the smoothed K.
+        scale: softmax scale, any number.
+        is_causal: query i sees key j iff j <= i + seqlen_k - seqlen_q.
+        policy: the mix.
+        config: a tile configuration; default: the one for this problem.
+
+    Raises:
+        UnsupportedError: no kernel covers the policy, the head_dim or the layout.
+    """
+    batch, heads, seqlen_q, head_dim = q_codes.shape
+    seqlen_k = k_codes.shape[2]
+    plan = _plan(policy, head_dim, out.dtype, is_causal, config)
+    _check(plan.problem, q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse)
+    if out.numel() == 0:
+        return
+    if seqlen_k == 0:
+        out.zero_()
+        lse.fill_(-math.inf)
+        return
+    num_ctas = _num_sms(out.device.index) if plan.config.persistent else 1
+    compiled(plan)(
+        q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale * LOG2_E, num_ctas
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    policy: Policy,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    config: FwdTileConfig | None,
+) -> CompilePlan:
+    if dtype not in _DTYPES:
+        raise DTypeError(f"the forward kernel writes bfloat16 or float16, not {dtype}: cast first")
+    if reason := why_not_int8(policy):
+        raise UnsupportedError(reason)
+    problem = AttnProblem.of(
+        policy,
+        head_dim=head_dim,
+        dtype=_DTYPES[dtype],  # type: ignore[arg-type]
+        is_causal=is_causal,
+    )
+    return fwd_plan(problem, config)
+
+
+@functools.cache
+def _num_sms(device: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    if arch_of((properties.major, properties.minor)) is None:
+        raise UnsupportedError(
+            f"{properties.name} has compute capability {properties.major}.{properties.minor}: "
+            "the forward kernel is written for 9.0 (Hopper)"
+        )
+    return properties.multi_processor_count
+
+
+def _check(
+    problem: AttnProblem,
+    q_codes: Tensor,
+    q_scale: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    v_t: Tensor,
+    v_scale: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    batch, heads, seqlen_q, head_dim = q_codes.shape
+    kv_heads, seqlen_k = k_codes.shape[1:3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
+    padded = -(-seqlen_k // 128) * 128
+    groups_k = 1 if problem.k_scale == "per_token" else problem.block_k
+    per_token_v = problem.v_scale == "per_token"
+    expected = {
+        "q_scale": (q_scale, (batch, heads, -(-seqlen_q // problem.block_q))),
+        "k_codes": (k_codes, (batch, kv_heads, seqlen_k, head_dim)),
+        "k_scale": (k_scale, (batch, kv_heads, -(-seqlen_k // groups_k))),
+        "v_t": (v_t, (batch, kv_heads, head_dim, padded)),
+        "v_scale": (
+            v_scale,
+            (batch, kv_heads, padded if per_token_v else -(-seqlen_k // problem.block_k)),
+        ),
+        "out": (out, (batch, heads, seqlen_q, head_dim)),
+        "lse": (lse, (batch, heads, seqlen_q)),
+    }
+    for name, (x, shape) in expected.items():
+        if tuple(x.shape) != shape:
+            raise ShapeError(f"{name} is {tuple(x.shape)}: expected {shape}")
+        if name != "out" and not x.is_contiguous():
+            raise UnsupportedError(f"{name} is not contiguous: the kernel's inputs must be")
+    if not q_codes.is_contiguous():
+        raise UnsupportedError("q_codes is not contiguous: the kernel's inputs must be")
+    if out.stride(-1) != 1 or any(
+        s % 8 for s, n in zip(out.stride()[:3], out.shape[:3], strict=True) if n > 1
+    ):
+        raise UnsupportedError(
+            f"out has strides {out.stride()}: head_dim must be contiguous and rows start on 16 "
+            "bytes; allocate it with torch.empty"
+        )

@@ -1,0 +1,274 @@
+"""Launches the quantization kernels (``sage_cute.templates.quant``) on CUDA tensors.
+
+Nothing is allocated and nothing waits: outputs and workspace are the caller's, the launch goes to
+PyTorch's current stream, and CUDA graphs can capture it. The kernels are compiled at the first use
+of a (dtype, head_dim, block sizes, smoothing) and take any shapes and strides afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sage_cute.compile import compiler
+from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
+from sage_cute.policies import Policy
+from sage_cute.templates.quant.spec import (
+    TILE,
+    QuantSpec,
+    VScaleForm,
+    ceil_div,
+    mean_chunks,
+)
+
+OUTPUTS = ("q_codes", "q_scale", "k_codes", "k_scale", "k_mean", "v_t", "v_scale", "mean_partials")
+_DTYPES: dict[torch.dtype, Literal["bfloat16", "float16"]] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def quant_spec(
+    policy: Policy, dtype: torch.dtype, head_dim: int, v_scale_form: VScaleForm = "scale"
+) -> QuantSpec:
+    """The kernel that a policy needs.
+
+    Args:
+        policy: the mix; what it keeps in 16 bit is not quantized.
+        dtype: of Q, K and V.
+        head_dim: of Q, K and V.
+        v_scale_form: what ``v_scale`` holds: the scale, or (per token only) its log2.
+
+    Raises:
+        UnsupportedError: no kernel covers it; the message says why.
+    """
+    if dtype not in _DTYPES:
+        raise DTypeError(f"quantization kernels take bfloat16 or float16, not {dtype}: cast first")
+    if policy.smooth_q or policy.smooth_v:
+        raise UnsupportedError(
+            "no quantization kernel smooths Q or V: set smooth_q=false and smooth_v=false"
+        )
+    qk, pv = policy.qk == "int8", policy.pv == "int8"
+    if pv and policy.v_scale == "per_channel":
+        raise UnsupportedError(
+            "no quantization kernel scales V per channel: set v_scale=per_token or per_block"
+        )
+    spec = QuantSpec(
+        dtype=_DTYPES[dtype],
+        head_dim=head_dim,
+        block_q=(1 if policy.q_scale == "per_token" else policy.block_q) if qk else 0,
+        block_k=(1 if policy.k_scale == "per_token" else policy.block_k) if qk else 0,
+        block_v=(1 if policy.v_scale == "per_token" else policy.block_k) if pv else 0,
+        smooth_k=policy.smooth_k and qk,
+        v_scale_form=v_scale_form,
+    )
+    if reason := spec.why_not():
+        raise UnsupportedError(reason)
+    return spec
+
+
+def output_shapes(
+    spec: QuantSpec, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor that :func:`quantize` writes, workspace included.
+
+    The workspace (``mean_partials``) is batch * kv heads * chunks * head_dim float64 numbers, with
+    at most 32 chunks a head and about 384 in all: at most 128 kB a head.
+    """
+    batch, heads, seqlen_q, head_dim = q_shape
+    _, kv_heads, seqlen_k, _ = k_shape
+    padded = ceil_div(seqlen_k, TILE) * TILE
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if spec.block_q:
+        groups_q, groups_k = ceil_div(seqlen_q, spec.block_q), ceil_div(seqlen_k, spec.block_k)
+        shapes["q_codes"] = tuple(q_shape), torch.int8
+        shapes["q_scale"] = (batch, heads, groups_q), torch.float32
+        shapes["k_codes"] = tuple(k_shape), torch.int8
+        shapes["k_scale"] = (batch, kv_heads, groups_k), torch.float32
+    if spec.smooth_k:
+        shapes["k_mean"] = (batch, kv_heads, head_dim), torch.float32
+        chunks = mean_chunks(batch * kv_heads, seqlen_k)
+        shapes["mean_partials"] = (batch * kv_heads, chunks, head_dim), torch.float64
+    if spec.block_v:
+        groups = padded if spec.block_v == 1 else ceil_div(seqlen_k, spec.block_v)
+        shapes["v_t"] = (batch, kv_heads, head_dim, padded), torch.int8
+        shapes["v_scale"] = (batch, kv_heads, groups), torch.float32
+    return shapes
+
+
+def quantize(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    policy: Policy,
+    q_codes: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_codes: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    k_mean: Tensor | None = None,
+    v_t: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    mean_partials: Tensor | None = None,
+    v_scale_form: VScaleForm = "scale",
+) -> None:
+    """Quantizes q, k and v (batch, heads, seqlen, head_dim) into the given tensors.
+
+    Outputs are those of :func:`output_shapes` for ``quant_spec(policy, ...)``, last dimension
+    contiguous; give None for the others. ``mean_partials`` is scratch.
+
+    Args:
+        q: queries, bfloat16 or float16, any strides with head_dim contiguous and rows on 16 bytes.
+            q and k are only read (and may be None otherwise) if the policy's ``qk`` is INT8.
+        k: keys.
+        v: values, likewise for ``pv``.
+        policy: which of them are quantized, and how finely.
+        q_codes: int8, as q.
+        q_scale: float32, one a token or one a block.
+        k_codes: int8, as k, of k minus its mean if the policy smooths k.
+        k_scale: float32, one a token or one a block.
+        k_mean: float32 (batch, kv heads, head_dim), over finite values.
+        v_t: int8 (batch, kv heads, head_dim, seqlen padded to 128), keys permuted within 16.
+        v_scale: float32, one a padded token or one a block.
+        mean_partials: float64 scratch.
+        v_scale_form: as for :func:`quant_spec`.
+
+    Raises:
+        UnsupportedError: no kernel covers the policy, the head_dim or the layout.
+    """
+    first = v if q is None else q
+    if first is None:
+        raise ShapeError("nothing to quantize: give q and k, v or all three")
+    spec = quant_spec(policy, first.dtype, first.shape[-1], v_scale_form)
+    if not spec.block_q:
+        q = k = None
+    if not spec.block_v:
+        v = None
+    q, k, v = (
+        _checked_input(spec, "q", q),
+        _checked_input(spec, "k", k),
+        _checked_input(spec, "v", v),
+    )
+    keys = v if k is None else k
+    assert keys is not None  # a spec quantizes something, and what it quantizes was given
+    queries = keys if q is None else q
+    if v is not None and v.shape != keys.shape:
+        raise ShapeError(f"v is {tuple(v.shape)} and k {tuple(keys.shape)}: they must be alike")
+    outputs = (q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, mean_partials)
+    expected = _expected(spec, queries.shape, keys.shape)
+    for name, out in zip(OUTPUTS, outputs, strict=True):
+        _check_output(name, out, expected.get(name))
+    if keys.numel() == 0:
+        if queries.numel() == 0:
+            if k_mean is not None:
+                k_mean.zero_()  # of no tokens, as the kernel says where there are queries
+            return
+        if keys.shape[1] == 0:
+            raise ShapeError(f"{queries.shape[1]} query heads, but no key heads")
+        if v_t is not None:  # no elements, and strides that are no multiples of 16
+            outputs = (*outputs[:5], v_t.as_strided(v_t.shape, (16, 16, 16, 1)), *outputs[6:])
+    compiled_quantize(spec)(q, k, v, *outputs)
+
+
+def _checked_input(spec: QuantSpec, name: str, x: Tensor | None) -> Tensor | None:
+    """The tensor as the kernel takes it: strides of 8 where dimensions of size 1 hold anything."""
+    if x is None:
+        if getattr(spec, f"block_{name}"):
+            raise ShapeError(f"the policy quantizes {name}: it must be given")
+        return None
+    if x.dim() != 4 or x.shape[3] != spec.head_dim or _DTYPES.get(x.dtype) != spec.dtype:
+        raise ShapeError(
+            f"{name} is {tuple(x.shape)} {x.dtype}: expected (batch, heads, seqlen, "
+            f"{spec.head_dim}) in {spec.dtype}"
+        )
+    b, h, s, d = x.stride()
+    if d == 1 and (b | h | s) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    strides = [8 if n == 1 else stride for n, stride in zip(x.shape, (b, h, s), strict=False)]
+    if d != 1 or any(stride % 8 for stride in strides) or x.data_ptr() % 16:
+        raise UnsupportedError(
+            f"{name} has strides {x.stride()} and starts {x.data_ptr() % 16} bytes behind a "
+            "multiple of 16: quantization reads 16 bytes at a time, so head_dim must be contiguous "
+            f"and every row start on 16 bytes: pass {name}.contiguous()"
+        )
+    return x.as_strided(x.shape, (*strides, 1))
+
+
+def _check_output(name: str, out: Tensor | None, expected: Any) -> None:
+    if expected is None or out is None:
+        if expected is not out:
+            why = "not written by this policy" if expected is None else "needed by this policy"
+            raise ShapeError(f"{name} is {why}")
+        return
+    shape, dtype = expected
+    if out.shape != shape or out.dtype != dtype:
+        raise ShapeError(f"{name} is {tuple(out.shape)} {out.dtype}: expected {shape} {dtype}")
+    if not out.is_contiguous():
+        raise UnsupportedError(f"{name} is not contiguous: allocate it with torch.empty")
+
+
+_expected = functools.lru_cache(maxsize=1024)(output_shapes)
+
+
+def compiled_quantize(spec: QuantSpec) -> Any:
+    """The kernels of ``spec``, compiled at the first call."""
+    kernels = _COMPILED.get(spec)
+    if kernels is None:
+        with compiler._LOCK:  # the DSL traces with global state: one compilation at a time
+            kernels = _COMPILED.get(spec)
+            if kernels is None:
+                kernels = _COMPILED[spec] = _compile(spec)
+    return kernels
+
+
+_COMPILED: dict[QuantSpec, Any] = {}
+
+
+def _compile(spec: QuantSpec) -> Any:
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from sage_cute.templates.quant.qkv_prologue import QuantizePrologue
+
+    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
+    batch, heads, kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
+
+    def fake(element: Any, *shape: Any, align: int = 16, divisibility: int = 1) -> Any:
+        strides = [cute.sym_int64(divisibility=divisibility) for _ in shape[1:]]
+        return make_fake_tensor(element, shape, (*strides, 1), assumed_align=align)
+
+    def rows(element: Any, n_heads: Any, tokens: Any) -> Any:
+        return fake(element, batch, n_heads, tokens, spec.head_dim, divisibility=8)
+
+    def scales(n_heads: Any) -> Any:
+        return fake(cutlass.Float32, batch, n_heads, cute.sym_int(), align=4)
+
+    int8, none = cutlass.Int8, None
+    qk, v, mean = bool(spec.block_q), bool(spec.block_v), spec.smooth_k
+    padded = cute.sym_int(divisibility=TILE)
+    arguments = (
+        rows(dtype, heads, seqlen_q) if qk else none,
+        rows(dtype, kv_heads, seqlen_k) if qk else none,
+        rows(dtype, kv_heads, seqlen_k) if v else none,
+        rows(int8, heads, seqlen_q) if qk else none,
+        scales(heads) if qk else none,
+        rows(int8, kv_heads, seqlen_k) if qk else none,
+        scales(kv_heads) if qk else none,
+        fake(cutlass.Float32, batch, kv_heads, spec.head_dim, align=4) if mean else none,
+        fake(int8, batch, kv_heads, spec.head_dim, padded, divisibility=16) if v else none,
+        scales(kv_heads) if v else none,
+        fake(cutlass.Float64, cute.sym_int(), cute.sym_int(), spec.head_dim, align=8)
+        if mean
+        else none,
+    )
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(QuantizePrologue(spec), *arguments, stream, options="--enable-tvm-ffi")

@@ -1,0 +1,62 @@
+"""The static facts of an attention problem: with a tile configuration, the key of a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from sage_cute.policies import Policy
+
+DType = Literal["bfloat16", "float16"]
+Granularity = Literal["per_block", "per_token"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttnProblem:
+    """Everything about a forward call that is compiled in.
+
+    Lengths, batch, heads, strides and the softmax scale are dynamic. Of the policy, only what the
+    forward kernel does differently: two policies with the same forward share a kernel.
+    """
+
+    head_dim: int
+    dtype: DType  # of the output
+    is_causal: bool
+    block_q: int
+    block_k: int
+    q_scale: Granularity
+    k_scale: Granularity
+    v_scale: Granularity
+    p_max: Literal[127, 255]
+
+    @classmethod
+    def of(cls, policy: Policy, *, head_dim: int, dtype: DType, is_causal: bool) -> AttnProblem:
+        """The forward problem of a policy. Ask ``why_not_int8(policy)`` first."""
+        per_token_q = policy.q_scale == "per_token"
+        return cls(
+            head_dim=head_dim,
+            dtype=dtype,
+            is_causal=is_causal,
+            block_q=1 if per_token_q else policy.block_q,
+            block_k=policy.block_k,
+            q_scale=policy.q_scale,
+            k_scale=policy.k_scale,
+            v_scale=policy.v_scale,  # type: ignore[arg-type]
+            p_max=policy.p_max,
+        )
+
+
+def why_not_int8(policy: Policy) -> str | None:
+    """The reason why no INT8 forward kernel exists for a policy, with the remedy; or None."""
+    for name in ("qk", "pv"):
+        if getattr(policy, name) != "int8":
+            return f"{name}={getattr(policy, name)}: the kernel is all INT8; set {name}=int8"
+    for name in ("smooth_q", "smooth_v"):
+        if getattr(policy, name):
+            return f"{name}=true: the kernel has no term for it; set {name}=false"
+    if policy.p_scale != "per_block":
+        return f"p_scale={policy.p_scale}: no kernel; set p_scale=per_block"
+    if policy.v_scale == "per_channel":
+        return "v_scale=per_channel: no kernel; set v_scale=per_token or per_block"
+    return None

@@ -1,0 +1,1 @@
+"""Device functions that kernels share. They know nothing of pipelines and warp roles."""

@@ -1,0 +1,1 @@
+"""Tensor-core instructions and the layouts they demand."""

@@ -1,0 +1,107 @@
+"""Device-side bundles, so that device functions take few arguments.
+
+NamedTuples, not namespaces: the DSL rebinds what a dynamic branch or loop may have changed, and
+only immutable bundles survive that where one branch's values must not be seen in the other.
+"""
+
+from typing import Any, NamedTuple
+
+
+class FwdTensors(NamedTuple):
+    """Whole tensors in global memory; q, k, v as (rows, columns, heads, batch)."""
+
+    q: Any
+    k: Any
+    v: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    out: Any
+    lse: Any
+
+
+class FwdShared(NamedTuple):
+    """Tiles in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    keys: Any
+    tile: Any
+
+
+class FwdPipes(NamedTuple):
+    """Pipelines, by what they carry."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class FwdWork(NamedTuple):
+    """Dynamic sizes of the problem."""
+
+    seqlen_q: Any
+    seqlen_k: Any
+    num_heads: Any
+    batch: Any
+    group: Any
+    num_m_blocks: Any
+    num_tiles: Any
+
+
+class FwdOperands(NamedTuple):
+    """Fragments of a consumer thread (k and v in column slices), and where its elements lie."""
+
+    mma_qk: Any
+    mma_pv: Any
+    q: Any
+    k: Any
+    v: Any
+    p: Any
+    p32: Any
+    q32: Any  # sQ in 32-bit words
+    s_shape: Any
+    pv_shape: Any
+    first: Any  # the thread's first (row, column)
+    keys: Any
+    tile: Any
+    quad: Any
+
+
+class FwdAccumulators(NamedTuple):
+    """Accumulators of a consumer thread: output (float), scores in slices, P V in flight (int)."""
+
+    o: Any
+    s: Any
+    pv: Any
+
+
+class FwdStates(NamedTuple):
+    """Pipeline states of the key block before and of this one."""
+
+    before: Any
+    now: Any
+
+
+class Rows(NamedTuple):
+    """State of a thread's two rows (g and g + 8 of its warp's 16), registers of two floats."""
+
+    q: Any  # factor of the integer scores: q_scale * scale * log2 e
+    q_bias: Any  # -MAGIC times it
+    limit: Any  # no score exceeds limit * k_scale
+    m: Any  # reference of the softmax, log2 units; -inf before the first visible key
+    l: Any  # this thread's part of the row sum  # noqa: E741
+    level: Any  # what turns the P' of the last block into codes
+    b: Any  # factor of its P V
+    sign: Any  # int: the sign that its integers take in the fold
+    bias: Any  # what the magic numbers have added to O
+
+
+class BlockScales(NamedTuple):
+    """Scales of a whole key block."""
+
+    k_block: Any
+    v_block: Any
+    k_max: Any  # largest k_scale of a key
+    k_factor: Any  # the same, less what block_factors has put into the rows' factors

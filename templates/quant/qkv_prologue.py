@@ -1,0 +1,376 @@
+"""Quantization of Q, K and V in one launch, after the K mean."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int8, Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from sage_cute.config import Status
+from sage_cute.templates.base import AttnTemplate
+from sage_cute.templates.blocks import ptx
+from sage_cute.templates.quant.exact import BOOST, pack4, round_codes, scale_of
+from sage_cute.templates.quant.k_mean import KMean
+from sage_cute.templates.quant.spec import TILE, QuantSpec
+
+LANES = {32: 1, 64: 2, 96: 4, 128: 4, 256: 8}
+"""Lanes that share a token: 32 channels each (24 at head_dim 96), so that what a token costs beside
+its channels (a reduction, a reciprocal) is spread over as many."""
+KEYS = [(2 * q, 2 * q + 1, 8 + 2 * q, 9 + 2 * q) for q in range(4)]
+"""Keys, of a group of 16, in each word of V^T: position 4q + 2b + c holds key 8b + 2q + c."""
+
+
+@dsl_user_op
+def _opaque(x, *, loc=None, ip=None):
+    values = [Int32(x).ir_value(loc=loc, ip=ip)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            values,
+            "mov.b32 $0, $1;",
+            "=r,r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+def forget(x: cute.Tensor):
+    """Keeps the compiler from carrying what it computed from 16-bit x, in twice the registers."""
+    words = cute.recast_tensor(x, Int32)
+    for i in range(cute.size(words)):
+        words[i] = _opaque(words[i])
+
+
+class Smem(NamedTuple):
+    """Shared memory: the K mean, one maximum a warp, V's codes in words."""
+
+    mean: cute.Tensor
+    absmax: cute.Tensor
+    codes: cute.Tensor | None
+
+
+class QuantizePrologue(AttnTemplate):
+    """INT8 codes and scales of Q, K and V.
+
+    Layouts (head_dim contiguous and any other strides, inputs with rows on 16 bytes):
+
+        mQ (batch, heads, seqlen_q, head_dim), mK and mV (batch, kv heads, seqlen_k, head_dim)
+        mQc, mKc int8 codes, shaped as Q and K
+        mQs, mKs float32: per token (batch, heads, seqlen), or per block (batch, heads, blocks)
+        mKmean (batch, kv heads, head_dim) float32
+        mVt (batch, kv heads, head_dim, seqlen_k rounded up to 128) int8: V^T, the keys of each
+            group of 16 permuted (``KEYS``), zeros behind seqlen_k
+        mVs float32: per token (batch, kv heads, padded seqlen_k), the scale or its log2 (behind
+            seqlen_k: of a scale of 0), or per block (batch, kv heads, blocks)
+        mPartial (batch * kv heads, chunks, head_dim) float64: scratch of the mean
+
+    Roles: all warps do the same. One CTA quantizes one tile of 128 tokens: the first CTAs those of
+    V, then those of Q, then those of K. A token belongs to 1 to 8 lanes of a warp (``LANES``).
+
+    Pipelines: none inside a CTA; 32 to 48 warps a multiprocessor hide each other's waiting, for
+    which 40 registers have to do (``forget``). The launch may start while the K mean is computed
+    (programmatic dependent launch); the CTAs of K wait for it, and they come last.
+
+    Shared memory: see ``Smem``. V is transposed there: tokens in rows whose pitch is an odd
+    multiple of what a token's lanes write at once, and 4 words of skew every 16 rows, which leaves
+    no bank conflict in the writes (8 bytes a lane) nor in the reads (a word of each of 16 tokens a
+    lane). Bytes are transposed 4 x 4 in registers.
+    """
+
+    family = "sm90"
+    direction = "quantize"
+    roles = ("quantize",)
+
+    def __init__(self, spec: QuantSpec):
+        """Static facts only; ``supports`` says whether they fit."""
+        if not (status := self.supports(spec)):
+            raise ValueError(status.reason)
+        self.spec = spec
+        self.head_dim = spec.head_dim
+        self.lanes = LANES[spec.head_dim]
+        self.threads = TILE * self.lanes
+        self.vectors = spec.head_dim // (8 * self.lanes)  # of 8 channels, for one lane
+        words = spec.head_dim // 4
+        self.pitch = words if words // (2 * self.lanes) % 2 else words + 2 * self.lanes
+        self.mean = KMean(spec.head_dim)
+
+    @staticmethod
+    def supports(spec: QuantSpec) -> Status:
+        """Whether there is such a kernel."""
+        reason = spec.why_not()
+        return Status(reason is None, reason or "")
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor | None,
+        mK: cute.Tensor | None,
+        mV: cute.Tensor | None,
+        mQc: cute.Tensor | None,
+        mQs: cute.Tensor | None,
+        mKc: cute.Tensor | None,
+        mKs: cute.Tensor | None,
+        mKmean: cute.Tensor | None,
+        mVt: cute.Tensor | None,
+        mVs: cute.Tensor | None,
+        mPartial: cute.Tensor | None,
+        stream,
+    ):
+        """Launches the K mean, if K is smoothed, and the quantization."""
+        if const_expr(self.spec.smooth_k):
+            self.mean.launch(mK, mPartial, mKmean, stream)
+        ctas_v, ctas_q, ctas_k = Int32(0), Int32(0), Int32(0)
+        if const_expr(self.spec.block_k > 0):
+            ctas_q, ctas_k = self.ctas(mQ), self.ctas(mK)
+        if const_expr(self.spec.block_v > 0):
+            ctas_v = self.ctas(mV)
+        self.kernel(mQ, mK, mV, mQc, mQs, mKc, mKs, mKmean, mVt, mVs, ctas_v, ctas_q).launch(
+            grid=(ctas_v + ctas_q + ctas_k, 1, 1),
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.spec.smooth_k,
+            min_blocks_per_mp=1536 // self.threads,
+            preferred_smem_carveout=80,  # percent; given, or compiling asks a GPU for it
+        )
+
+    @cute.jit
+    def ctas(self, mX: cute.Tensor):
+        """CTAs that a tensor takes."""
+        return mX.shape[0] * mX.shape[1] * cute.ceil_div(mX.shape[2], TILE)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor | None,
+        mK: cute.Tensor | None,
+        mV: cute.Tensor | None,
+        mQc: cute.Tensor | None,
+        mQs: cute.Tensor | None,
+        mKc: cute.Tensor | None,
+        mKs: cute.Tensor | None,
+        mKmean: cute.Tensor | None,
+        mVt: cute.Tensor | None,
+        mVs: cute.Tensor | None,
+        ctas_v: Int32,
+        ctas_q: Int32,
+    ):
+        """One tile of one operand."""
+        cta, _, _ = cute.arch.block_idx()
+        smem = self.allocate()
+        if cta < ctas_v:
+            if const_expr(self.spec.block_v > 0):
+                self.quantize_v(cta, mV, mVt, mVs, smem)
+        elif cta < ctas_v + ctas_q:
+            if const_expr(self.spec.block_q > 0):
+                self.quantize_q(cta - ctas_v, mQ, mQc, mQs, smem)
+        else:
+            if const_expr(self.spec.block_k > 0):
+                self.quantize_k(cta - (ctas_v + ctas_q), mK, mKc, mKs, mKmean, smem)
+
+    @cute.jit
+    def allocate(self):
+        allocator = cutlass.memory.SmemAllocator()
+
+        def array(dtype, size):
+            return allocator.allocate_tensor(dtype, cute.make_layout(size), byte_alignment=16)
+
+        mean, absmax, codes = (
+            array(Float32, self.head_dim),
+            array(Float32, self.threads // 32),
+            None,
+        )
+        if const_expr(self.spec.block_v > 0):
+            codes = array(Int32, TILE * self.pitch + TILE // 16 * 4)
+        return Smem(mean, absmax, codes)
+
+    # One operand each.
+
+    @cute.jit
+    def quantize_q(self, cta, mQ, mQc, mQs, smem):
+        batch, head, tile = self.position(cta, mQ)
+        rX = self.load(mQ[batch, head, None, None], tile)
+        scales = self.scale(rX, mQ.shape[2], tile, self.spec.block_q, None, smem.absmax)
+        self.store_scale(scales[0], mQs[batch, head, None], mQ.shape[2], tile, self.spec.block_q)
+        self.store_codes(self.encode(rX, scales, None), mQc[batch, head, None, None], tile)
+
+    @cute.jit
+    def quantize_k(self, cta, mK, mKc, mKs, mKmean, smem):
+        batch, head, tile = self.position(cta, mK)
+        rX = self.load(mK[batch, head, None, None], tile)
+        mean = None
+        if const_expr(self.spec.smooth_k):
+            mean = smem.mean
+            tidx, _, _ = cute.arch.thread_idx()
+            cute.arch.griddepcontrol_wait()
+            if tidx < self.head_dim:
+                mean[tidx] = mKmean[batch, head, tidx]
+            cute.arch.sync_threads()
+        scales = self.scale(rX, mK.shape[2], tile, self.spec.block_k, mean, smem.absmax)
+        self.store_scale(scales[0], mKs[batch, head, None], mK.shape[2], tile, self.spec.block_k)
+        self.store_codes(self.encode(rX, scales, mean), mKc[batch, head, None, None], tile)
+
+    @cute.jit
+    def quantize_v(self, cta, mV, mVt, mVs, smem):
+        batch, head, tile = self.position(cta, mV)
+        rX = self.load(mV[batch, head, None, None], tile)
+        scales = self.scale(rX, mV.shape[2], tile, self.spec.block_v, None, smem.absmax)
+        scale = scales[0]
+        if const_expr(self.spec.v_scale_form == "log2"):
+            scale = cute.math.log2(scale, approx=True)
+        self.store_scale(scale, mVs[batch, head, None], mV.shape[2], tile, self.spec.block_v)
+        self.stage_codes(self.encode(rX, scales, None), smem.codes)
+        cute.arch.sync_threads()
+        self.store_transposed(mVt[batch, head, None, None], tile, smem.codes)
+
+    # Where this thread is.
+
+    @cute.jit
+    def position(self, cta, mX: cute.Tensor):
+        """(batch, head, tile of tokens) of one CTA."""
+        tiles = cute.ceil_div(mX.shape[2], TILE)
+        batch_head, tile = cta // tiles, cta % tiles
+        return batch_head // mX.shape[1], batch_head % mX.shape[1], tile
+
+    @cute.jit
+    def lane(self):
+        """Which of its token's lanes this thread is."""
+        tidx, _, _ = cute.arch.thread_idx()
+        return tidx % self.lanes
+
+    @cute.jit
+    def row(self):
+        """This thread's token within the tile."""
+        tidx, _, _ = cute.arch.thread_idx()
+        return tidx // self.lanes
+
+    def tiled_copy(self, dtype, num_bits: int):
+        """Eight elements a thread, a token's lanes side by side, 128 tokens."""
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=num_bits)
+        threads = cute.make_layout((TILE, self.lanes), stride=(self.lanes, 1))
+        return cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, 8)))
+
+    # Steps of all operands.
+
+    @cute.jit
+    def load(self, gX: cute.Tensor, tile):
+        """A thread's part of a tile of gX (seqlen, head_dim): (8, 1, vectors), 0 behind the end."""
+        tidx, _, _ = cute.arch.thread_idx()
+        tiled = self.tiled_copy(gX.element_type, 128)
+        gTile = cute.local_tile(gX, (TILE, self.head_dim), (tile, 0))
+        tXgX = tiled.get_slice(tidx).partition_S(gTile)
+        tXrX = cute.make_fragment_like(tXgX)
+        tXrX.fill(0.0)
+        if tile * TILE + self.row() < gX.shape[0]:
+            cute.copy(tiled, tXgX, tXrX)
+        return tXrX
+
+    @cute.jit
+    def values(self, rX: cute.Tensor, v: cutlass.Constexpr[int], mean):
+        """Vector v in float32, the mean taken off."""
+        x = cute.make_rmem_tensor(8, Float32)
+        x.store(rX[None, 0, v].load().to(Float32))
+        if const_expr(mean is not None):
+            rMean = cute.make_rmem_tensor(8, Float32)
+            cute.autovec_copy(cute.local_tile(mean, (8,), (v * self.lanes + self.lane(),)), rMean)
+            for c in cutlass.range_constexpr(8):
+                x[c] = x[c] - rMean[c]
+        return x
+
+    @cute.jit
+    def scale(self, rX, seqlen, tile, block: cutlass.Constexpr[int], mean, sAbsmax):
+        """``scale_of`` the largest absolute value of this thread's token, or block of tokens."""
+        top = Float32(0.0)
+        for v in cutlass.range_constexpr(self.vectors):
+            x = self.values(rX, v, mean)
+            for c in cutlass.range_constexpr(8):
+                top = ptx.max_nan(top, cute.math.absf(x[c]))
+        top = ptx.select(tile * TILE + self.row() < seqlen, top, Float32(0.0))
+        in_warp = const_expr(min(self.lanes * block, 32))
+        for i in cutlass.range_constexpr(in_warp.bit_length() - 1):
+            top = ptx.max_nan(top, cute.arch.shuffle_sync_bfly(top, 1 << i))
+        warps = const_expr(self.lanes * block // 32)
+        if const_expr(warps > 1):
+            tidx, _, _ = cute.arch.thread_idx()
+            if tidx % 32 == 0:
+                sAbsmax[tidx // 32] = top
+            cute.arch.sync_threads()
+            for w in cutlass.range_constexpr(warps):
+                top = ptx.max_nan(top, sAbsmax[tidx // 32 // warps * warps + w])
+        forget(rX)
+        return scale_of(top)
+
+    @cute.jit
+    def encode(self, rX: cute.Tensor, scales, mean):
+        """INT8 codes of this thread's part of a token, (8, vectors)."""
+        _, divisor, inverse, error, mask, tiny = scales
+        codes = cute.make_rmem_tensor((8, self.vectors), Int8)
+        words = cute.recast_tensor(codes, Int32)  # (2, vectors)
+        for v in cutlass.range_constexpr(self.vectors):
+            x = self.values(rX, v, mean)
+            if tiny:
+                largest = divisor * 127.0
+                for c in cutlass.range_constexpr(8):
+                    # Codes beyond 127 come from scales of a few bits only.
+                    x[c] = cute.arch.fmax(cute.arch.fmin(x[c] * BOOST, largest), -largest)
+            for half in cutlass.range_constexpr(2):
+                code = [round_codes(x[4 * half + c], divisor, inverse, error) for c in range(4)]
+                words[half, v] = pack4(code[0], code[1], code[2], code[3], mask)
+        return codes
+
+    @cute.jit
+    def store_scale(self, scale, gScale: cute.Tensor, seqlen, tile, block: cutlass.Constexpr[int]):
+        """A token's scale (V's behind the end too: gScale is longer there), or its block's."""
+        token = tile * TILE + self.row()
+        if const_expr(block == 1):
+            seqlen = gScale.shape[0]
+        if self.lane() == 0 and token % block == 0 and token < seqlen:
+            gScale[token // block] = scale
+
+    @cute.jit
+    def store_codes(self, codes, gC: cute.Tensor, tile):
+        """Codes to gC (seqlen, head_dim)."""
+        tidx, _, _ = cute.arch.thread_idx()
+        tiled = self.tiled_copy(Int8, 64)
+        gTile = cute.local_tile(gC, (TILE, self.head_dim), (tile, 0))
+        tCgC = tiled.get_slice(tidx).partition_D(gTile)
+        if tile * TILE + self.row() < gC.shape[0]:
+            cute.copy(tiled, cute.make_tensor(codes.iterator, tCgC.shape), tCgC)
+
+    # V^T.
+
+    @cute.jit
+    def stage_codes(self, codes, sCodes: cute.Tensor):
+        """Codes to shared memory, 8 bytes at a time."""
+        row = self.row()
+        words = cute.recast_tensor(codes, Int32)  # (2, vectors)
+        for v in cutlass.range_constexpr(self.vectors):
+            offset = row * self.pitch + row // 16 * 4 + (v * self.lanes + self.lane()) * 2
+            cute.autovec_copy(words[None, v], cute.local_tile(sCodes, (2,), (offset // 2,)))
+
+    @cute.jit
+    def store_transposed(self, gVt: cute.Tensor, tile, sCodes: cute.Tensor):
+        """Codes in shared memory to gVt (head_dim, tokens): 16 tokens of 4 channels a task."""
+        tidx, _, _ = cute.arch.thread_idx()
+        groups = const_expr(TILE // 16)
+        tasks = const_expr(groups * self.head_dim // 4)
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int8, num_bits_per_copy=128)
+        if tidx < tasks:
+            group, quad = tidx % groups, tidx // groups
+            base = group * (16 * self.pitch + 4) + quad
+            out = cute.make_rmem_tensor((4, 4), Int32)  # (word, channel)
+            for q in cutlass.range_constexpr(4):
+                a, b, c, d = [sCodes[base + key * self.pitch] for key in KEYS[q]]
+                low, low2 = ptx.prmt(a, b, 0x5140), ptx.prmt(c, d, 0x5140)
+                high, high2 = ptx.prmt(a, b, 0x7362), ptx.prmt(c, d, 0x7362)
+                out[q, 0] = ptx.prmt(low, low2, 0x5410)
+                out[q, 1] = ptx.prmt(low, low2, 0x7632)
+                out[q, 2] = ptx.prmt(high, high2, 0x5410)
+                out[q, 3] = ptx.prmt(high, high2, 0x7632)
+            rOut = cute.recast_tensor(out, Int8)  # (16, 4)
+            for channel in cutlass.range_constexpr(4):
+                at = (4 * quad + channel, tile * groups + group)
+                cute.copy(atom, rOut[None, channel], cute.local_tile(gVt, (1, 16), at)[0, None])

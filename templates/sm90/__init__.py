@@ -1,0 +1,1 @@
+"""Kernels for Hopper: TMA, wgmma, warp specialization."""

@@ -1,0 +1,77 @@
+"""Configurations, constraints and plans of the forward kernel: plain Python."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sage_cute.compile.plan import fwd_plan
+from sage_cute.config import (
+    ARCHS,
+    AttnProblem,
+    FwdTileConfig,
+    default_fwd_config,
+    fwd_smem_bytes,
+    supports_fwd,
+)
+from sage_cute.config.constraints import consumer_registers
+from sage_cute.config.problem import why_not_int8
+from sage_cute.errors import UnsupportedError
+from sage_cute.policies import resolve
+
+ARCH = ARCHS["sm_90a"]
+OTHER = {"tile_m": 192, "tile_n": 64, "num_stages": 3, "num_consumer_wgs": 3}
+
+
+def problem(head_dim=64, policy="fast", **changes):
+    built = AttnProblem.of(resolve(policy), head_dim=head_dim, dtype="bfloat16", is_causal=True)
+    return dataclasses.replace(built, **changes)
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(FwdTileConfig)])
+def test_every_field_changes_the_key_or_is_rejected(field):
+    config = default_fwd_config(problem())
+    value = getattr(config, field)
+    other = OTHER.get(field, not value if isinstance(value, bool) else value + 1)
+    changed = dataclasses.replace(config, **{field: other})
+    if supports_fwd(problem(), changed, ARCH):
+        assert fwd_plan(problem(), changed) != fwd_plan(problem(), config)
+    else:
+        assert supports_fwd(problem(), changed, ARCH).reason
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("policy", ["fast", "accurate", "sagebwd"])
+def test_defaults_fit(head_dim, policy):
+    built = problem(head_dim, policy)
+    config = default_fwd_config(built)
+    assert supports_fwd(built, config, ARCH)
+    assert fwd_smem_bytes(built, config) <= ARCH.smem_bytes
+
+
+@pytest.mark.parametrize("wgs", [1, 2, 3])
+def test_setmaxnreg_never_asks_for_more_than_the_launch_gave(wgs):
+    config = FwdTileConfig(num_consumer_wgs=wgs, tile_m=64 * wgs)
+    threads = 128 * (wgs + 1)
+    launched = min(ARCH.registers // threads // 8 * 8, 248) * threads
+    assert 128 * (24 + wgs * consumer_registers(config, ARCH)) <= launched
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"tile_n": 64}, "tile_n"), ({"num_stages": 9}, "shared memory"), ({"tile_m": 64}, "tile_m")],
+)
+def test_what_cannot_run_says_why(changes, word):
+    built = problem(128)
+    config = dataclasses.replace(default_fwd_config(built), **changes)
+    with pytest.raises(UnsupportedError, match=word):
+        fwd_plan(built, config)
+
+
+@pytest.mark.parametrize(
+    "change", ["qk=16bit", "pv=16bit", "smooth_q=true", "smooth_v=true", "p_scale=running"]
+)
+def test_policies_without_a_kernel_say_so(change):
+    assert change.partition("=")[0] in why_not_int8(resolve(f"fast:{change}"))
+    assert why_not_int8(resolve("fast")) is None

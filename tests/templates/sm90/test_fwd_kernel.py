@@ -1,0 +1,167 @@
+"""The forward kernel on a GPU against the CPU implementation on the same codes."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sage_cute.config import AttnProblem, FwdTileConfig, default_fwd_config
+from sage_cute.numerics.forward import sage_forward
+from sage_cute.policies import resolve
+
+pytestmark = pytest.mark.gpu
+
+_PATH = pathlib.Path(__file__).with_name("fwd_case.py")
+_spec = importlib.util.spec_from_file_location("fwd_case", _PATH)
+case = importlib.util.module_from_spec(_spec)
+if torch.cuda.is_available():
+    _spec.loader.exec_module(case)
+
+SHAPES = [  # batch, heads, kv_heads, seqlen_q, seqlen_k
+    (1, 2, 1, 256, 256),
+    (2, 4, 2, 200, 200),
+    (1, 2, 2, 1, 1),
+    (1, 2, 2, 63, 65),
+    (1, 2, 1, 127, 300),
+    (1, 1, 1, 300, 127),  # causal: rows with no key
+    (1, 2, 1, 1000, 1000),
+    (1, 1, 1, 5, 640),
+    (3, 6, 2, 130, 513),
+]
+CONFIGS = {
+    "default": {},
+    "sequential": {"overlap": False, "fold_after": 0, "pingpong": False},
+    "eager": {"lazy_rescale": False},
+    "polynomial": {"exp_fma_of_8": 4},
+    "slices": {"qk_slices": 2, "pv_slices": 2, "fold_after": 4},
+    "persistent": {"persistent": True},
+    "turns": {"pingpong": True},
+    "split": {"split_groups": 2},
+}
+
+
+def compare(shape, *, head_dim, policy, causal, dtype, scale=None, sigma=1.0, config=None):
+    """Rounding of the output's dtype, and the codes of P that rounding of exp2 moves by one."""
+    policy = resolve(policy)
+    scale = head_dim**-0.5 if scale is None else scale
+    q, k, v = case.make_inputs(*shape, head_dim, sigma)
+    expected = sage_forward(q, k, v, scale=scale, causal=causal, policy=policy)
+    tensors = {name: x.cuda() for name, x in case.quantized(q, k, v, policy).items()}
+    if config:
+        problem = AttnProblem.of(
+            policy, head_dim=head_dim, dtype=str(dtype).split(".")[1], is_causal=causal
+        )
+        config = FwdTileConfig(**{**default_fwd_config(problem).asdict(), **config})
+    out, lse = case.launch(
+        tensors, dtype=dtype, scale=scale, causal=causal, policy=policy, config=config
+    )
+    out, lse = out.float().cpu(), lse.cpu()
+    assert torch.isfinite(out).all()
+    assert torch.equal(torch.isneginf(lse), torch.isneginf(expected.lse))
+    seen = torch.isfinite(expected.lse)
+    assert (out[~seen] == 0).all()
+    if seen.any():
+        torch.testing.assert_close(lse[seen], expected.lse[seen], rtol=1e-5, atol=1e-5)
+        error = (out - expected.out).norm() / expected.out.norm()
+        assert error < 3e-3, error
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("policy", ["fast", "sagebwd"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shapes(shape, causal, policy, head_dim):
+    compare(shape, head_dim=head_dim, policy=policy, causal=causal, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 256])
+@pytest.mark.parametrize("policy", ["fast", "sagebwd"])
+def test_other_head_dims(head_dim, policy):
+    compare((2, 4, 2, 200, 333), head_dim=head_dim, policy=policy, causal=True, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_configurations(name, causal):
+    compare(
+        (2, 4, 2, 500, 700),
+        head_dim=128,
+        policy="fast",
+        causal=causal,
+        dtype=torch.bfloat16,
+        config=CONFIGS[name],
+    )
+
+
+@pytest.mark.parametrize("sigma", [0.1, 3.0, 10.0])
+@pytest.mark.parametrize("scale", [0.1, -0.1, 0.0])
+def test_range_of_scores(sigma, scale):
+    compare(
+        (1, 2, 1, 300, 1000),
+        head_dim=128,
+        policy="fast",
+        causal=False,
+        dtype=torch.bfloat16,
+        scale=scale,
+        sigma=sigma,
+    )
+
+
+def test_nan_scales_poison_the_rows_that_see_them_and_no_others():
+    policy, seqlen, at = resolve("fast"), 400, 200
+    q, k, v = case.make_inputs(1, 1, 1, seqlen, seqlen, 64)
+    arguments = {"dtype": torch.bfloat16, "scale": 0.125, "causal": True, "policy": policy}
+    clean = {name: x.cuda() for name, x in case.quantized(q, k, v, policy).items()}
+    expected, _ = case.launch(clean, **arguments)
+    for name in ("k_scale", "v_scale"):
+        poisoned = {**clean, name: clean[name].clone()}
+        poisoned[name][..., at] = math.nan
+        out, _ = case.launch(poisoned, **arguments)
+        assert torch.equal(out[:, :, :at], expected[:, :, :at])
+        assert out[:, :, at:].isnan().all()
+    poisoned = {**clean, "q_scale": clean["q_scale"].clone()}
+    poisoned["q_scale"][..., at] = math.nan
+    out, _ = case.launch(poisoned, **arguments)
+    assert out[:, :, at].isnan().all()
+    others = torch.arange(seqlen) != at
+    assert torch.equal(out[:, :, others], expected[:, :, others])
+
+
+def test_fifty_runs_give_the_same_bits():
+    policy = resolve("fast")
+    q, k, v = case.make_inputs(2, 4, 2, 700, 700, 128)
+    tensors = {name: x.cuda() for name, x in case.quantized(q, k, v, policy).items()}
+    arguments = {"dtype": torch.bfloat16, "scale": 0.09, "causal": True, "policy": policy}
+    out, lse = case.launch(tensors, **arguments)
+    for _ in range(50):
+        again, lse_again = case.launch(tensors, **arguments)
+        assert torch.equal(out, again)
+        assert torch.equal(lse, lse_again)
+
+
+def test_more_than_65535_heads():
+    policy = resolve("fast")
+    q, k, v = case.make_inputs(1, 70000, 1, 1, 8, 32)
+    tensors = {name: x.cuda() for name, x in case.quantized(q, k, v, policy).items()}
+    out, lse = case.launch(tensors, dtype=torch.bfloat16, scale=0.2, causal=False, policy=policy)
+    expected = sage_forward(q, k, v, scale=0.2, causal=False, policy=policy)
+    assert (out.float().cpu() - expected.out).norm() < 3e-3 * expected.out.norm()
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool):
+    done = subprocess.run(
+        ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, str(_PATH)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
