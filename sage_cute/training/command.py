@@ -184,12 +184,12 @@ def _run(
     """Trains and reports; returns the exit status."""
     started = datetime.datetime.now()
     device = report.device_name(train_config.device)
+    _check_supported(model_config, train_config, policy)
     corpus = data.load(data_path, seqlen=train_config.seqlen)
     out = _make_folder(out or Path("runs", started.strftime("%Y%m%d-%H%M%S")))
     models = build_pair(
         model_config, seqlen=train_config.seqlen, policy=policy, seed=train_config.seed
     )
-    _check_supported(model_config, train_config, policy)
     sage, sdpa = (
         Trainer(name, model, train_config)
         for name, model in zip(("sage::attn", "SDPA"), models, strict=True)
@@ -198,27 +198,26 @@ def _run(
     for line in (str(corpus), device, f"policy {canonical(policy)}: {resolve(policy)}"):
         console.print(line, soft_wrap=True, highlight=False)
 
-    interrupted = False
+    status = 0
     try:
         _train(console, [sage, sdpa], corpus)
     except KeyboardInterrupt:
-        interrupted = True
-    result = report.Report(
-        command=shlex.join(["sage-cute", *sys.argv[1:]]),
-        data=str(corpus),
-        policy=policy,
-        model=model_config,
-        train=train_config,
-        parameters=sum(p.numel() for p in models[0].parameters()),
-        sage=sage.log,
-        sdpa=sdpa.log,
-        started=started,
-        seconds=(datetime.datetime.now() - started).total_seconds(),
-    )
-    _save(result, out, console)
-    if interrupted:
-        return _INTERRUPTED
-    return int(any(log.stopped for log in (sage.log, sdpa.log)))
+        status = _INTERRUPTED
+    finally:  # also before a traceback: what is done is kept
+        result = report.Report(
+            command=shlex.join(["sage-cute", *sys.argv[1:]]),
+            data=str(corpus),
+            policy=policy,
+            model=model_config,
+            train=train_config,
+            parameters=sum(p.numel() for p in models[0].parameters()),
+            sage=sage.log,
+            sdpa=sdpa.log,
+            started=started,
+            seconds=(datetime.datetime.now() - started).total_seconds(),
+        )
+        _save(result, out, console)
+    return status or int(any(log.stopped for log in (sage.log, sdpa.log)))
 
 
 def _train(console: Console, trainers: list[Trainer], corpus: data.Corpus) -> None:
@@ -239,6 +238,7 @@ def _train(console: Console, trainers: list[Trainer], corpus: data.Corpus) -> No
 def _save(result: report.Report, out: Path, console: Console) -> None:
     report.write_json(result, out / "run.json")
     written = "run.json"
+    (out / "loss.png").unlink(missing_ok=True)  # of an earlier run, should this one have no curve
     if result.steps:
         report.write_plot(result, out / "loss.png")
         written += " and loss.png"

@@ -27,7 +27,7 @@ class TrainConfig:
     tokens_per_step: int = 2048
     seqlen: int = 256
     accumulate: int = 1
-    lr: float = 3e-3
+    lr: float = 1e-3
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -143,7 +143,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for part in tokens.to(self.device).chunk(self.config.accumulate):
             loss = self._forward(part) / self.config.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self._optimizer.step()
@@ -196,7 +196,7 @@ def train_together(
         on_step: Called with a model's log after each of its steps.
 
     Raises:
-        KeyboardInterrupt: passed on, once the logs say so.
+        KeyboardInterrupt: and any error of a model, passed on once the logs say so.
     """
     try:
         with _reproducible(trainers[0].device):
@@ -206,9 +206,10 @@ def train_together(
                     on_step(trainer.log)
             for trainer in _running(trainers):
                 trainer.validate(validation)
-    except KeyboardInterrupt:
-        for trainer in trainers:
-            trainer.log.stopped = trainer.log.stopped or "interrupted"
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        for trainer in _running(trainers):
+            trainer.log.stopped = "interrupted" if interrupted else type(error).__name__
         raise
 
 

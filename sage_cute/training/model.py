@@ -105,8 +105,7 @@ class Attention(nn.Module):
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (b, h, s, d)
         q, k, v = heads.split(self.split, dim=1)
         o = self.attend(q, k, v, rotary=rotary)
-        projected: Tensor = self.out(o.transpose(1, 2).flatten(2))
-        return projected
+        return self.out(o.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -120,8 +119,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) to (..., dim)."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        projected: Tensor = self.down(F.silu(gate) * up)
-        return projected
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -137,8 +135,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """(batch, seqlen, dim) to (batch, seqlen, dim)."""
         x = x + self.attention(self.attention_norm(x), rotary)
-        summed: Tensor = x + self.mlp(self.mlp_norm(x))
-        return summed
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Decoder(nn.Module):

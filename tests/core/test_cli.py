@@ -159,6 +159,24 @@ def test_interrupt_keeps_what_is_done(
     assert [log["stopped"] for log in runs.values()] == ["interrupted"] * 2
 
 
+def test_an_error_keeps_what_is_done(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.step
+
+    def fails(self: Trainer, tokens: Any) -> None:
+        if len(self.log.losses) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        step(self, tokens)
+
+    monkeypatch.setattr(Trainer, "step", fails)
+    result = _train("--data", text, "--steps", 9, "--out", tmp_path)
+    assert isinstance(result.exception, torch.OutOfMemoryError)
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["runs"]["sage"]["stopped"] == "OutOfMemoryError"
+    assert (tmp_path / "loss.png").exists()
+
+
 def test_ctrl_c_on_the_real_process(text: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sage_cute", "train", *TINY]
     command += ["--data", str(text), "--steps", "1000000", "--out", str(tmp_path / "out")]

@@ -55,7 +55,9 @@ class _Breaks(nn.Module):
 
 
 def test_both_learn_and_stay_together() -> None:
-    sage, sdpa = _train(TrainConfig(steps=40, tokens_per_step=128, seqlen=32, compile=False))
+    sage, sdpa = _train(
+        TrainConfig(steps=40, tokens_per_step=128, seqlen=32, lr=3e-3, compile=False)
+    )
     for log in (sage, sdpa):
         assert len(log.losses) == len(log.grad_norms) == len(log.seconds) == 40
         assert log.losses[-1] < log.losses[0] - 1.5
@@ -98,6 +100,16 @@ def test_compiled_in_one_graph() -> None:
     assert logs[0].validation_loss == pytest.approx(logs[1].validation_loss, rel=1e-3)
 
 
+def test_a_graph_break_is_an_error() -> None:
+    class Breaks(_Breaks):
+        def forward(self, tokens: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return self.weight
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        _together([Trainer("x", Breaks(0, 0), TrainConfig(tokens_per_step=64, seqlen=32))])
+
+
 def test_deterministic_algorithms_are_asked_for_while_training_only() -> None:
     # What Inductor's scatter needs; a race between threads is too rare to be tested for itself.
     seen = []
@@ -118,6 +130,7 @@ def test_a_loss_that_is_not_finite_stops_its_run_alone(value: float) -> None:
     bad, good = (trainer.log for trainer in trainers)
     assert len(bad.losses) == 3 and len(good.losses) == CONFIG.steps
     assert bad.stopped == f"the loss is {value} at step 3" and good.stopped is None
+    assert good.grad_norms == pytest.approx([1.0] * CONFIG.steps)  # of each step alone
     assert bad.validation_loss is None and good.validation_loss is not None
 
 
@@ -132,13 +145,19 @@ def test_a_gradient_that_is_not_finite_stops_too() -> None:
     assert trainer.log.stopped == "the gradient's norm is inf at step 1"
 
 
-def test_an_interrupt_keeps_what_is_done_and_is_passed_on() -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(KeyboardInterrupt(), "interrupted"), (torch.OutOfMemoryError(), "OutOfMemoryError")],
+)
+def test_an_interrupt_keeps_what_is_done_and_is_passed_on(
+    error: BaseException, reason: str
+) -> None:
     first = Trainer("first", _Breaks(0, 0), CONFIG)
-    second = Trainer("second", _Breaks(4, KeyboardInterrupt()), CONFIG)
-    with pytest.raises(KeyboardInterrupt):
+    second = Trainer("second", _Breaks(4, error), CONFIG)
+    with pytest.raises(type(error)):
         _together([first, second])
     assert (len(first.log.losses), len(second.log.losses)) == (4, 3)
-    assert first.log.stopped == second.log.stopped == "interrupted"
+    assert first.log.stopped == second.log.stopped == reason
     assert not torch.are_deterministic_algorithms_enabled()
 
 

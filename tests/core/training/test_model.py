@@ -76,6 +76,15 @@ def test_first_loss_is_that_of_a_uniform_guess() -> None:
     assert model(_tokens()).item() == pytest.approx(torch.tensor(256.0).log().item(), abs=0.1)
 
 
+def test_the_last_token_is_a_target_and_no_input() -> None:
+    model = Decoder(ModelConfig(**TINY), seqlen=4, attention=sdpa)
+    loss = model(torch.tensor([[1, 2, 3, 4, 5]]))
+    loss.backward()
+    assert model(torch.tensor([[1, 2, 3, 4, 6]])) != loss
+    used = model.embed.weight.grad.norm(dim=1).nonzero().flatten()  # type: ignore[union-attr]
+    assert used.tolist() == [1, 2, 3, 4]
+
+
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
     rotary = Rotary(32, 16, 10_000.0)
     q, k = torch.randn(2, 16)
