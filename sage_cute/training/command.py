@@ -142,6 +142,10 @@ def train(
     Your own text:
 
         sage-cute train --data my-project/ --steps 500
+
+    On a CPU that other work keeps busy (threads that wait then sleep, not spin):
+
+        OMP_WAIT_POLICY=passive sage-cute train
     """
     if not smooth_k:
         preset, _, changes = policy.partition(":")

@@ -563,6 +563,19 @@ def test_one_hot_rows(name: str, case: Case) -> None:
     check("one_hot_dq", name, got.dq.abs().max())
 
 
+@pytest.mark.parametrize("name", ["fast", "accurate"])
+@NUMERICS
+@given(case=cases(("g1",), (128, 256), (64, 128), (BF16, FP16), (False,), ((1, 1),)))
+def test_one_hot_rows_in_16_bits(name: str, case: Case) -> None:
+    """O is rounded to 16 bits, and so is the V of a 16-bit dP: the two cancel.
+
+    In an INT8 dP V is not rounded so, and dQ keeps O's rounding, as it does in 16-bit attention.
+    """
+    x = case.inputs()
+    got = run_attention(x._replace(q=x.k * 30), policy=f"{name}:dp=16bit,dp_v=dequantized")
+    check("one_hot_dq", name, got.dq.abs().max())
+
+
 # Causality
 
 
