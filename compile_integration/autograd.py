@@ -176,8 +176,10 @@ def attn_with_lse(
     function = _SageAttentionWithLse.apply if _needs_grad(q, k, v) else _attn_infer
     out, lse, k_mean = function(q, k, v, scale, is_causal, policy)
     if k_mean.shape[-1]:
-        grouped = q.float().unflatten(1, (k.shape[1], -1)) if k.shape[1] else q.float().unsqueeze(2)
-        bias = (grouped * k_mean[:, :, None, None]).sum(-1).flatten(1, 2)
+        # K's mean takes the query's heads, not q those of K: a DTensor may be split inside a group.
+        group = q.shape[1] // max(k.shape[1], 1)
+        means = k_mean.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2).unsqueeze(2)
+        bias = (q.float() * means).sum(-1)
         # A query that sees no key has lse = -inf whatever q is: no gradient through its bias.
         bias = torch.where(lse == -torch.inf, 0.0, bias)
         lse = lse + bias * default_scale(q, scale)

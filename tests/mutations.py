@@ -1,11 +1,12 @@
-"""Breaks the numerics on purpose, one line at a time, and shows that the tests turn red.
+"""Breaks the package on purpose, one line at a time, and shows that the tests turn red.
 
     python tests/mutations.py [--jobs 2] [--only WORD] [--tests FILE ...] [--matrix]
 
 Each mutation is applied to a temporary copy of the package, never to the checkout, and the tests of
-the numerics run against that copy until one fails. The unchanged copy must pass them all first.
-Prints a Markdown table: the test that each mutation died of or, with ``--matrix``, every file of
-tests that it dies in, each run alone. Exits with 1 if a mutation survives.
+the numerics (of the ops, for what is theirs) run against that copy until one fails. The unchanged
+copy must pass them all first. Prints a Markdown table: the test that each mutation died of or, with
+``--matrix``, every file of tests that it dies in, each run alone. Exits with 1 if a mutation
+survives.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Mutation:
     path: str
     old: str
     new: str
+    tests: tuple[str, ...] = ()  # instead of the numerics' tests
 
 
 MUTATIONS = (
@@ -229,8 +231,8 @@ MUTATIONS = (
     Mutation(
         "bias of the LSE with the wrong head's mean",
         AUTOGRAD,
-        "(grouped * k_mean[:, :, None, None])",
-        "(grouped * k_mean.flip(1)[:, :, None, None])",
+        "means = k_mean.unsqueeze(2)",
+        "means = k_mean.flip(1).unsqueeze(2)",
     ),
     Mutation(
         "gradient of a bias that is not there",
@@ -272,14 +274,91 @@ MUTATIONS = (
 )
 
 
+OPS = "tests/compile_integration"
+MUTATIONS += (
+    Mutation(
+        "ops: fake output in another memory order",
+        "compile_integration/ops.py",
+        "    outputs = infer_fake(q, k, v, scale, is_causal, policy)\n",
+        "    outputs = infer_fake(q.contiguous(), k, v, scale, is_causal, policy)\n",
+        (f"{OPS}/test_ops.py",),
+    ),
+    Mutation(
+        "ops: inputs not checked",
+        "compile_integration/ops.py",
+        "    check_inputs(q, k, v, scale)\n    check_forward(q, is_causal, policy)\n"
+        "    return _alloc_fwd",
+        "    check_forward(q, is_causal, policy)\n    return _alloc_fwd",
+        (f"{OPS}/test_errors.py",),
+    ),
+    Mutation(
+        "ops: K changed in place",
+        "sage_cute/numerics/forward.py",
+        "return k.float() - k_mean.unsqueeze(-2) if policy.smooth_k else k.float()",
+        "return k.sub_(k_mean.unsqueeze(-2)).float() if policy.smooth_k else k.float()",
+        (f"{OPS}/test_ops.py",),
+    ),
+    Mutation(
+        "autograd: q and k saved beside their codes",
+        AUTOGRAD,
+        "None if policy.saves_q_codes else q, None if policy.saves_k_codes else k, v,",
+        "q, k, v,",
+        (f"{OPS}/test_autograd.py",),
+    ),
+    Mutation(
+        "autograd: no error for a second derivative",
+        AUTOGRAD,
+        "if torch.is_grad_enabled():  # create_graph: through the formula that raises",
+        "if False:",
+        (f"{OPS}/test_autograd.py",),
+    ),
+    Mutation(
+        "autocast of the op with LSE not registered",
+        "compile_integration/autocast.py",
+        'for _name in ("attn", "attn_with_lse"):',
+        'for _name in ("attn",):',
+        (f"{OPS}/test_composition.py",),
+    ),
+    Mutation(
+        "vmap over the batch's neighbour",
+        "compile_integration/batching.py",
+        "x.movedim(dim, 0)",
+        "x.movedim(dim, 1)",
+        (f"{OPS}/test_composition.py",),
+    ),
+    Mutation(
+        "FLOPs of four products in the backward",
+        "compile_integration/flops.py",
+        "_flops(out, v, 5, is_causal)",
+        "_flops(out, v, 4, is_causal)",
+        (f"{OPS}/test_composition.py",),
+    ),
+    Mutation(
+        "DTensor: heads sharded inside a group",
+        "compile_integration/sharding.py",
+        "whole = all(kv_heads % size == 0 for size in mesh_sizes)",
+        "whole = True",
+        (f"{OPS}/test_composition.py",),
+    ),
+    Mutation(
+        "Inductor's cache key without our version",
+        "compile_integration/__init__.py",
+        "\nextend_cache_key()\n",
+        "\n",
+        (f"{OPS}/test_compile.py",),
+    ),
+)
+
+
 def copy_package(to: Path) -> None:
-    """The package as a wheel lays it out, and the tests of its numerics."""
+    """The package as a wheel lays it out, and its tests."""
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
     shutil.copytree(ROOT / "sage_cute", to / "sage_cute", ignore=ignore)
     for folder in ("compile_integration", "templates"):
         shutil.copytree(ROOT / folder, to / "sage_cute" / folder, ignore=ignore)
     for folder in ("numerics", "policies"):
         shutil.copytree(ROOT / "tests/core" / folder, to / "tests/core" / folder, ignore=ignore)
+    shutil.copytree(ROOT / OPS, to / OPS, ignore=ignore)
     shutil.copy(ROOT / "tests/conftest.py", to / "tests/conftest.py")
     shutil.copy(ROOT / "pyproject.toml", to / "pyproject.toml")
 
@@ -361,6 +440,7 @@ def judge(mutation: Mutation, runs: list[tuple[str, ...]]) -> Verdict:
         root, start = Path(folder), time.monotonic()
         copy_package(root)
         apply(mutation, root)
+        runs = [mutation.tests] if mutation.tests else runs
         failures = [first_failure(mutation.what, root, tests) for tests in runs]
         killers = tuple(failure for failure in failures if failure)
         return Verdict(mutation, killers, time.monotonic() - start)
@@ -395,7 +475,9 @@ def main() -> int:
     tests = tuple(options.tests)
     runs = [(test,) for test in tests] if options.matrix else [tests]
     mutations = tuple(m for m in MUTATIONS if options.only in m.what)
-    check_baseline(mutations, tests)
+    others = tuple(sorted({test for m in mutations for test in m.tests}))
+    needed = tests if any(not m.tests for m in mutations) else ()
+    check_baseline(mutations, needed + others)
     print("unchanged: all tests pass", file=sys.stderr)
     verdicts = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:

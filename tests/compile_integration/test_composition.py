@@ -162,14 +162,15 @@ SHARDED = textwrap.dedent("""
         (2, Shard(1), Shard(1)),
         (2, Replicate(), Replicate()),
         (2, Shard(2), None),         # a sharded sequence is redistributed
-        (1, Shard(1), None),         # one key head cannot be split
+        (1, Shard(1), None),         # one key head cannot be split,
+        (3, Shard(1), None),         # and three not evenly
     ):
-        whole = [torch.randn(2, h, 40, 32) for h in (4, kv_heads, kv_heads)]
+        whole = [torch.randn(2, h, 40, 32) for h in (12, kv_heads, kv_heads)]
         single = [x.clone().requires_grad_() for x in whole]
         out, lse = sage_cute.attention(*single, causal=True, return_lse=True)
         (out.square().sum() + lse.sin().sum()).backward()
         parts = [distribute_tensor(x, mesh, [placement]).requires_grad_() for x in whole]
-        if kv_heads == 1:
+        if kv_heads % 2:
             parts = [parts[0], *(distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
                                  for x in whole[1:])]
         sharded, sharded_lse = sage_cute.attention(*parts, causal=True, return_lse=True)
