@@ -37,11 +37,13 @@ any_policy = st.fixed_dictionaries({k: st.sampled_from(v) for k, v in POLICY_FIE
 
 
 def mix(fields: dict[str, object]) -> str:
-    """A policy's string; what contradicts other fields falls back to the paper's value."""
+    """A policy's string; what contradicts other fields falls back to another value."""
     try:
         Policy(**fields)  # type: ignore[arg-type]
     except PolicyError:
-        fields = fields | {"smooth_q": False, "smooth_v": False, "ds_dq_rows": 0}
+        fields = dict(fields)
+        fields["smooth_q"] &= fields["qk"] == "int8"
+        fields["smooth_v"] &= fields["pv"] == "int8"
         if fields["dp"] == "int8" and fields["v_scale"] == "per_channel":
             fields["v_scale"] = "per_token"
     return "sagebwd:" + ",".join(f"{k}={v}" for k, v in fields.items())
