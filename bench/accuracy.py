@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--policies", nargs="+", default=["sagebwd", "fast", "accurate"])
+    parser.add_argument("--policies", nargs="+", default=["sagebwd", "fast", "accurate", "int8"])
     parser.add_argument("--readme", action="store_true", help="put the table into README.md")
     args = parser.parse_args()
     rows = measure(args)
@@ -137,10 +137,9 @@ def main() -> None:
     text = f"{table(rows)}\n\n{describe(meta)}"
     print(text)
     if args.readme:
-        readme = ROOT / "README.md"
-        begin, end = "<!-- accuracy: bench.accuracy -->", "<!-- end -->"
-        head, rest = readme.read_text().split(begin)
-        readme.write_text(f"{head}{begin}\n{text}\n{end}{rest.split(end, 1)[1]}")
+        from bench import readme  # which imports this module
+
+        readme.update()
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ POLICY_FIELDS: dict[str, tuple[Any, ...]] = {
     "k_scale": ("per_block", "per_token"),
     "v_scale": ("per_block", "per_token", "per_channel"),
     "p_max": (127, 255),
-    "p_scale": ("per_block", "running"),
+    "p_scale": ("per_block", "bounded"),
     "p_bwd_scale": ("per_tile", "per_key"),
     "ds_dk_scale": ("per_tile", "per_key"),
     "ds_dq_rows": (0, 1, 8, 16, 64),

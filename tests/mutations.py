@@ -128,6 +128,37 @@ MUTATIONS = (
         'return 1 if policy.q_scale == "per_token" else policy.block_q',
         'return 1 if policy.k_scale == "per_token" else policy.block_q',
     ),
+    Mutation(
+        "bound of P where V's scales differ much",
+        FORWARD,
+        "(v_scale >= largest / 4).all(",
+        "(v_scale >= largest / 400).all(",
+    ),
+    Mutation(
+        "bound of P in a block that is not full",
+        FORWARD,
+        "if keys.stop - keys.start < block:",
+        "if keys.stop - keys.start < 1:",
+    ),
+    Mutation(
+        "bound of P of queries that see half of a block",
+        FORWARD,
+        "seeing = max(0, keys.stop - 1 - (seqlen_k - seqlen_q))",
+        "seeing = max(0, keys.stop - 1 - block // 2 - (seqlen_k - seqlen_q))",
+    ),
+    Mutation("bound of P for groups of 32 queries", FORWARD, "QUERY_TILE = 64", "QUERY_TILE = 32"),
+    Mutation(
+        "bound of P under a negative softmax scale",
+        FORWARD,
+        'policy.p_scale == "bounded" and scale >= 0:',
+        'policy.p_scale == "bounded":',
+    ),
+    Mutation(
+        "scores times one scale after the other",
+        FORWARD,
+        "s.mul_(self.q_scale[..., first:, :] * self.k_scale[..., keys])",
+        "s.mul_(self.q_scale[..., first:, :]).mul_(self.k_scale[..., keys])",
+    ),
     # The backward.
     Mutation(
         "sign of delta",
@@ -182,7 +213,7 @@ MUTATIONS = (
     Mutation(
         "V's scale missing in an INT8 dP",
         BACKWARD,
-        "dp.mul_(self.a_scale[..., first:, :]).mul_(self.v_scale[..., keys])",
+        "dp.mul_(self.a_scale[..., first:, :] * self.v_scale[..., keys])",
         "dp.mul_(self.a_scale[..., first:, :])",
     ),
     Mutation(
@@ -303,6 +334,27 @@ MUTATIONS += (
         AUTOGRAD,
         "None if policy.saves_q_codes else q, None if policy.saves_k_codes else k, v,",
         "q, k, v,",
+        (f"{OPS}/test_autograd.py",),
+    ),
+    Mutation(
+        "rows without keys: their dO kept",
+        BACKWARD,
+        "dout, q = without_first(dout, blind), without_first(q, blind)",
+        "q = without_first(q, blind)",
+        (f"{OPS}/test_autograd.py",),
+    ),
+    Mutation(
+        "rows without keys: their codes of Q kept",
+        BACKWARD,
+        "without_first(q_hat, blind)",
+        "q_hat",
+        (f"{OPS}/test_autograd.py",),
+    ),
+    Mutation(
+        "rows without keys: their Q in a block's scale",
+        FORWARD,
+        "q = without_first(q, blind_queries(seqlen_q, seqlen_k, causal))",
+        "pass",
         (f"{OPS}/test_autograd.py",),
     ),
     Mutation(

@@ -20,6 +20,7 @@ from sage_cute.numerics.forward import (
     KeyBlocks,
     Saved,
     Scores,
+    blind_queries,
     group_heads,
     k_block,
     q_block,
@@ -28,6 +29,7 @@ from sage_cute.numerics.forward import (
     round16,
     smooth_keys,
     token_rows,
+    without_first,
 )
 from sage_cute.numerics.quantize import (
     Quantized,
@@ -64,6 +66,7 @@ def sage_backward(
 ) -> Gradients:
     """Gradients of :func:`sage_forward` with respect to q, k and v.
 
+    What queries that see no key hold does not matter: their q and dout count as zero.
     ``k_mean`` counts as a constant, which is exact for ``out`` and for the LSE of the original K
     once ``scale * dlse * k_mean`` is added to dq.
 
@@ -86,14 +89,15 @@ def sage_backward(
     dtype, group = v.dtype, heads // max(kv_heads, 1)
     if 0 in (batch, heads, seqlen_q, seqlen_k):
         return Gradients(torch.zeros_like(out), torch.zeros_like(v), torch.zeros_like(v))
+    blind = blind_queries(seqlen_q, seqlen_k, causal)
+    dout, q = without_first(dout, blind), without_first(q, blind)
 
     # What the forward's products saw of Q and K, as far as it was saved.
     k_hat = _dequantized(saved.k_codes, saved.k_scale, k_block(policy))
     if k_hat is None:
         k_hat = smooth_keys(k, saved.k_mean, policy)
     q_hat = _dequantized(saved.q_codes, saved.q_scale, q_block(policy))
-    if q_hat is None:
-        q_hat = q.float()
+    q_hat = q.float() if q_hat is None else without_first(q_hat, blind)
     q8 = k8 = None
     if policy.s == "int8":
         q8 = Quantized(saved.q_codes, saved.q_scale, q_block(policy))
@@ -176,7 +180,7 @@ class _ScoreGradient:
     def __call__(self, keys: slice, first: int) -> Tensor:
         dp = self.a[..., first:, :] @ self.b[..., keys, :].mT
         if self.v_scale is not None:
-            dp.mul_(self.a_scale[..., first:, :]).mul_(self.v_scale[..., keys])
+            dp.mul_(self.a_scale[..., first:, :] * self.v_scale[..., keys])
         return dp
 
 

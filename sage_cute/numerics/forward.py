@@ -2,7 +2,7 @@
 
     K <- K - mean(K)                                                        (smooth_k)
     S = (Q^ K^T) sQ sK scale;  m = running row max;  P~ = exp(S - m)
-    P^ = P~ in 8 bits, one scale for each query and block of ``block_k`` keys
+    P^ = P~ (times V's token scale) in 8 bits, one scale a query and block of ``block_k`` keys
     O = sum P^ V^ / sum P~;  LSE = m + ln(sum P~)
 
 (SageAttention3 appendix, arXiv 2505.11594; V's per-token scale folded into P is this project's.)
@@ -31,6 +31,8 @@ from sage_cute.numerics.quantize import (
 from sage_cute.policies import Policy
 
 LOG2_E = math.log2(math.e)
+QUERY_TILE = 64
+"""Queries that share the choice of :func:`bounded_from`: those of one warpgroup of a kernel."""
 
 
 class Saved(NamedTuple):
@@ -118,6 +120,44 @@ class KeyBlocks(NamedTuple):
             yield keys, first, torch.arange(keys.start, keys.stop) <= queries + offset
 
 
+def blind_queries(seqlen_q: int, seqlen_k: int, causal: bool) -> int:
+    """How many queries see no key: the first ones."""
+    return min(seqlen_q, max(0, seqlen_q - seqlen_k)) if causal else 0
+
+
+def without_first(x: Tensor, rows: int) -> Tensor:
+    """X (..., tokens, head_dim), its first rows 0.
+
+    What queries hold that see no key must not set a scale of others, nor bring them a NaN.
+    """
+    return torch.nn.functional.pad(x[..., rows:, :], (0, 0, rows, 0)) if rows else x
+
+
+def bounded_from(keys: slice, block: int, seqlen_q: int, seqlen_k: int, causal: bool) -> int:
+    """The first query whose P of a block of keys may be quantized against its bound (``p_scale``).
+
+    All later ones may too; ``seqlen_q`` says that none may. Kernels take the exact way wherever
+    they mask: in a block that the keys do not fill, and for a group of ``QUERY_TILE`` queries of
+    which the first does not see the whole block. (And everywhere under a negative softmax scale.)
+    """
+    if keys.stop - keys.start < block:
+        return seqlen_q
+    if not causal:
+        return 0
+    seeing = max(0, keys.stop - 1 - (seqlen_k - seqlen_q))
+    return min(num_groups(seeing, QUERY_TILE) * QUERY_TILE, seqlen_q)
+
+
+def flat_bound(v_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of a block's token scales of V (..., keys, 1), and whether the block is flat.
+
+    Flat: none is NaN or below a quarter of the largest, so that a bound made of it wastes at most
+    two of P's eight bits. Of all keys of the block, whichever a query sees.
+    """
+    largest = v_scale.amax(-2, keepdim=True)
+    return largest, (v_scale >= largest / 4).all(-2, keepdim=True)
+
+
 def smooth_keys(k: Tensor, k_mean: Tensor, policy: Policy) -> Tensor:
     """K (batch, kv_heads, seqlen_k, head_dim) in float32, less its mean if the policy says so."""
     return k.float() - k_mean.unsqueeze(-2) if policy.smooth_k else k.float()
@@ -155,7 +195,8 @@ def sage_forward(
     """INT8 attention of q (batch, heads, seqlen_q, head_dim), k and v (batch, kv_heads, ...).
 
     The LSE is that of the smoothed K: add ``scale * q . k_mean`` for the original K's. A query that
-    sees no key gets out = 0 and lse = -inf.
+    sees no key gets out = 0 and lse = -inf; its q counts as zero in a scale or a mean that it
+    shares with others (its own codes are those of q).
     """
     batch, heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
@@ -167,6 +208,8 @@ def sage_forward(
             torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32), saved
         )
 
+    if policy.q_scale == "per_block" or policy.smooth_q:  # blocks share a scale or a mean
+        q = without_first(q, blind_queries(seqlen_q, seqlen_k, causal))
     k_mean = token_mean(k) if policy.smooth_k else q.new_empty(shapes["k_mean"]).float()
     smooth_k = smooth_keys(k, k_mean, policy)
     unused = q.new_empty(0, dtype=torch.int8)
@@ -194,7 +237,6 @@ def sage_forward(
     rows = (batch, kv_heads, heads // kv_heads, seqlen_q)
     row_max = smooth_k.new_full((*rows, 1), -torch.inf)
     row_sum = smooth_k.new_zeros((*rows, 1))
-    p_max = smooth_k.new_full((*rows, 1), -torch.inf)  # log2 of the largest P (times V's scale)
     acc = smooth_k.new_zeros((*rows, head_dim))
     for keys, first, mask in KeyBlocks(seqlen_q, seqlen_k, policy.block_k, causal):
         s = scores(keys, first)
@@ -220,12 +262,12 @@ def sage_forward(
             if mask is not None:
                 p.masked_fill_(~mask, 0.0)  # 0 * NaN: a key that is not seen contributes nothing
         largest = p.amax(-1, keepdim=True)
-        if policy.p_scale == "running":
-            reference = p_max[..., first:, :]
-            reference.copy_(torch.maximum(reference, block_max + largest.log2()))
-            # No V so far but zeros: the reference is -inf, and so are the logs of all P.
-            p = p * torch.where(largest > 0, torch.exp2(block_max - reference), largest)
-            grow, largest = torch.exp2(reference - m_new), torch.ones_like(largest)
+        if policy.v_scale == "per_token" and policy.p_scale == "bounded" and scale >= 0:
+            # The largest P~ of a query that sees the whole block is 1.
+            bound, flat = flat_bound(per_key)
+            start = bounded_from(keys, policy.block_k, seqlen_q, seqlen_k, causal)
+            bounded = largest[..., start - first :, :]
+            bounded.copy_(torch.where(flat, bound, bounded))
         p_scale = absmax_scale(largest, policy.p_max)
         pv = int_matmul(encode(p, p_scale, policy.p_max), values[..., keys, :])
         pv *= p_scale * grow
@@ -285,7 +327,8 @@ class Scores:
         """(batch, kv_heads, group, queries from ``first`` on, keys), float32."""
         s = self.q[..., first:, :] @ self.k[..., keys, :].mT
         if self.exact:
-            s.mul_(self.q_scale[..., first:, :]).mul_(self.k_scale[..., keys])
+            # The scales first: the codes times a large one of them may overflow where S does not.
+            s.mul_(self.q_scale[..., first:, :] * self.k_scale[..., keys])
         if self.q_mean is not None:
             bias = self.q_mean @ self.smooth_k[..., keys, :].mT
             s += token_rows(bias, self.block, self.seqlen_q)[..., first:, :]

@@ -25,92 +25,97 @@ class Bound(NamedTuple):
     source: str
 
 
-_PAPER, _FAST, _ACCURATE = ("sagebwd",), ("fast", "int8"), ("accurate",)
-_FINE, _ALL, _ANY = _FAST + _ACCURATE, _PAPER + _FAST + _ACCURATE, ("any",)
+_PAPER, _INT8, _MIXED = ("sagebwd",), ("int8",), ("fast", "accurate")
+_FINE, _ALL, _ANY = _MIXED + _INT8, _PAPER + _MIXED + _INT8, ("any",)
+# The study's mix of seven INT8 products: ``int8``, but with scales of K and of P that depend on no
+# other key. Presets give that up for speed: where it shows, they have the study's other column, and
+# this mix the bound that the study made for it.
+_STUDIED = ("study",)
 
 # Invariant, whose (presets, or "any" for every mix of precisions and scales), limit, attained.
 _ROWS: tuple[tuple[str, tuple[str, ...], float, float, str], ...] = (
     # Against the truth: sigma <= 1 or QK-norm.
-    ("truth_out", _PAPER, 0.04, 0.02, _STUDY),
-    ("truth_out", _FINE, 0.03, 0.014, _STUDY),
-    ("truth_dv", _PAPER, 0.1, 0.078, _STUDY),
-    ("truth_dv", _FINE, 0.04, 0.02, _STUDY),
-    ("truth_dq", _PAPER, 0.1, 0.07, _STUDY),
-    ("truth_dq", _FAST, 0.06, 0.035, _STUDY),
-    ("truth_dq", _ACCURATE, 0.03, 0.018, _STUDY),
-    ("truth_dk", _PAPER, 0.1, 0.07, _STUDY),
+    ("truth_out", _PAPER, 0.04, 0.021, _STUDY),
+    ("truth_out", _FINE, 0.03, 0.02, _STUDY),
+    ("truth_dv", _PAPER, 0.1, 0.081, _STUDY),
+    ("truth_dv", _FINE, 0.04, 0.021, _STUDY),
+    ("truth_dq", _PAPER, 0.1, 0.073, _STUDY),
+    ("truth_dq", _INT8, 0.06, 0.039, _STUDY),
+    ("truth_dq", _MIXED, 0.03, 0.025, _STUDY),
+    ("truth_dk", _PAPER, 0.1, 0.073, _STUDY),
     ("truth_dk", _FINE, 0.04, 0.024, _STUDY),
     ("truth_cosine", _PAPER, 0.995, 0.9969, _STUDY),
     ("truth_cosine", _FINE, 0.998, 0.9993, _STUDY),
     # Against loops in float64 over the same codes, and how far a few of them may flip.
-    ("emulation", _ANY, 0.005, 0.0031, _STUDY),
-    ("emulation_tiny", _ANY, 0.01, 0.0015, _OURS),
+    ("emulation", _ANY, 0.005, 0.0036, _STUDY),
+    ("emulation_tiny", _ANY, 0.01, 0.0032, _OURS),
     ("emulation_lse", _ANY, 1e-05, 5e-06, _STUDY),
     # A shift of K, in float32; in a grid's numbers it is bitwise.
-    ("k_shift", _ALL, 0.01, 0.0037, _STUDY),
+    ("k_shift", _ALL, 0.01, 0.006, _STUDY),
     # Sums: of P, of dS over keys (by |dO_m| |O_m|), of dK (by |dK|), of dV less dO (by |dO|).
     ("sum_p", _ALL, 2e-05, 1.1e-05, _STUDY),
-    ("rowsum_ds", _PAPER, 0.02, 0.0081, _STUDY),
-    ("rowsum_ds", _FINE, 0.01, 0.0074, _STUDY),
+    ("rowsum_ds", _ALL, 0.02, 0.013, _STUDY),
+    ("rowsum_ds", _STUDIED, 0.01, 0.0093, _STUDY),
     ("sum_dk", _PAPER, 0.15, 0.1, _STUDY),
-    ("sum_dk", _FINE, 0.06, 0.036, _STUDY),
-    ("sum_dv", _PAPER, 0.15, 0.094, _STUDY),
+    ("sum_dk", _FINE, 0.06, 0.042, _STUDY),
+    ("sum_dv", _PAPER, 0.15, 0.096, _STUDY),
     ("sum_dv", _FINE, 0.06, 0.038, _STUDY),
     # Euler: (<dQ,Q> - <dK,K>) / |dQ||Q| and (<dO,O> - <dV,V>) / |dO||O|.
-    ("euler_qk", _ALL, 0.003, 0.00085, _STUDY),
-    ("euler_v", _ALL, 0.003, 0.0014, _STUDY),
+    ("euler_qk", _ALL, 0.003, 0.0011, _STUDY),
+    ("euler_v", _ALL, 0.003, 0.0015, _STUDY),
     # dO times 3; dO a sum.
-    ("scaled_dout", _ALL, 0.005, 0.0034, _STUDY),
-    ("linear_dq", _PAPER, 0.1, 0.083, _STUDY),
-    ("linear_dq", _FINE, 0.06, 0.043, _STUDY),
-    ("linear_dk", _PAPER, 0.1, 0.079, _STUDY),
+    ("scaled_dout", _ALL, 0.005, 0.0035, _STUDY),
+    ("linear_dq", _PAPER, 0.1, 0.087, _STUDY),
+    ("linear_dq", _FINE, 0.06, 0.044, _STUDY),
+    ("linear_dk", _PAPER, 0.1, 0.086, _STUDY),
     ("linear_dk", _FINE, 0.04, 0.025, _STUDY),
-    ("linear_dv", _ALL, 0.03, 0.015, _STUDY),
+    ("linear_dv", _ALL, 0.03, 0.016, _STUDY),
     # Keys permuted inside blocks or whole blocks, and arbitrarily.
-    ("permuted_blocks_f32", _ALL, 1e-05, 1.9e-06, _STUDY),
-    ("permuted_blocks_bf16", _ALL, 0.001, 0.00011, _STUDY),
-    ("permuted_out", _PAPER, 0.06, 0.032, _STUDY),
-    ("permuted_out", _FINE, 0.01, 0.0052, _STUDY),
-    ("permuted_dq", _PAPER, 0.1, 0.054, _STUDY),
-    ("permuted_dq", _FINE, 0.04, 0.021, _STUDY),
-    ("permuted_dk", _PAPER, 0.1, 0.052, _STUDY),
-    ("permuted_dk", _FINE, 0.02, 0.0082, _STUDY),
-    ("permuted_dv", _PAPER, 0.08, 0.059, _STUDY),
-    ("permuted_dv", _FINE, 0.0001, 0.0, _STUDY),
-    # Q = 0: O is the mean of V. Q = 30 K: O is V to half a step (1.0), and dQ = 0.
+    ("permuted_blocks_f32", _ALL, 1e-05, 2e-06, _STUDY),
+    ("permuted_blocks_bf16", _ALL, 0.001, 0.00016, _STUDY),
+    ("permuted_out", _ALL, 0.06, 0.033, _STUDY),
+    ("permuted_out", _STUDIED, 0.01, 0.0052, _STUDY),
+    ("permuted_dq", _ALL, 0.1, 0.054, _STUDY),
+    ("permuted_dq", _STUDIED, 0.04, 0.021, _STUDY),
+    ("permuted_dk", _ALL, 0.1, 0.052, _STUDY),
+    ("permuted_dk", _STUDIED, 0.02, 0.0082, _STUDY),
+    ("permuted_dv", _ALL, 0.08, 0.059, _STUDY),
+    ("permuted_dv", _STUDIED, 0.0001, 0.0, _STUDY),
+    # Q = 0: O is the mean of V. Q = 30 K: O is V to half a step (1.0), and dQ = 0 where P = 1 has
+    # an exact code and dP the V of the forward.
     ("mean_of_v", _ALL, 0.02, 0.012, _STUDY),
-    ("one_hot_out", _ALL, 1.001, 1.0, _STUDY),
-    ("one_hot_dq", _PAPER, 0.3, 0.14, _OURS),
-    ("one_hot_dq", _FINE, 0.0001, 2.1e-06, _STUDY),
+    ("one_hot_out", _ALL + _STUDIED, 1.001, 1.0, _STUDY),
+    ("one_hot_dq", _ALL, 0.3, 0.15, _OURS),
+    ("one_hot_dq", _STUDIED, 0.0001, 5.8e-06, _STUDY),
     # Later tokens, through the mean of K; sums over a group of query heads.
-    ("causal_prefix", _ALL, 0.06, 0.045, _STUDY),
-    ("group_sum", _ANY, 0.005, 0.0032, _STUDY),
+    ("causal_prefix", _ALL, 0.06, 0.048, _STUDY),
+    ("group_sum", _ANY, 0.005, 0.0041, _STUDY),
     # The truth itself, against autograd.
     ("reference", _ANY, 1e-10, 2.4e-13, _OURS),
     # Every shape, by a tensor's natural size, and the LSE in absolute terms.
     ("shape_out", _PAPER, 0.02, 0.011, _OURS),
-    ("shape_out", _FINE, 0.015, 0.007, _OURS),
-    ("shape_out", _ANY, 0.03, 0.009, _OURS),
-    ("shape_dv", _PAPER, 0.06, 0.03, _OURS),
+    ("shape_out", _FINE, 0.015, 0.008, _OURS),
+    ("shape_out", _ANY, 0.03, 0.011, _OURS),
+    ("shape_dv", _PAPER, 0.06, 0.034, _OURS),
     ("shape_dv", _FINE, 0.02, 0.013, _OURS),
     ("shape_dv", _ANY, 0.08, 0.031, _OURS),
     ("shape_dq", _PAPER, 0.06, 0.021, _OURS),
     ("shape_dq", _FINE, 0.04, 0.026, _OURS),
-    ("shape_dq", _ANY, 0.15, 0.07, _OURS),
+    ("shape_dq", _ANY, 0.15, 0.148, _OURS),
     ("shape_dk", _PAPER, 0.06, 0.027, _OURS),
     ("shape_dk", _FINE, 0.04, 0.023, _OURS),
-    ("shape_dk", _ANY, 0.06, 0.03, _OURS),
+    ("shape_dk", _ANY, 0.06, 0.032, _OURS),
     ("shape_lse", _ALL, 0.08, 0.048, _OURS),
     ("shape_lse", _ANY, 0.08, 0.044, _OURS),
-    ("all_16bit", _ANY, 0.006, 0.0033, _OURS),
+    ("all_16bit", _ANY, 0.006, 0.0034, _OURS),
     ("merged_lse", _ALL, 0.05, 0.03, _OURS),
     ("merged_out", _ALL, 0.03, 0.02, _OURS),
-    ("one_key_dv", _ALL, 0.015, 0.0087, _OURS),
+    ("one_key_dv", _ALL, 0.015, 0.0088, _OURS),
     ("one_key_dk", _ALL, 1e-05, 3.2e-06, _OURS),
     ("part_of_batch", _ALL, 0.001, 3.3e-08, _OURS),
-    ("many_heads", _FAST, 0.015, 0.0084, _OURS),
+    ("many_heads", ("fast",), 0.015, 0.0088, _OURS),
     ("masked_loss", _ANY, 0.1, 0.062, _OURS),
-    ("large", _ANY, 0.08, 0.046, _OURS),
+    ("large", _ANY, 0.08, 0.058, _OURS),
     # The study's table of sigma: relative to each entry, and cosines in absolute terms.
     ("sigma_table", _PAPER, 0.12, 0.1, _OURS),
     ("sigma_table_cosine", _PAPER, 0.01, 0.0075, _OURS),
@@ -138,42 +143,42 @@ def check_at_least(invariant: str, preset: str, value: SupportsFloat) -> None:
     assert float(value) >= limit, f"{invariant} of {preset}: {float(value):.5f}, bound {limit}"
 
 
-# Relative L2 errors against the truth of out, dv, dq, dk, measured: two heads of 512 tokens,
-# head_dim 128, seed 1, float32 results. ``fast`` and ``int8`` are the same mix where no GPU family
-# says otherwise, and ``accurate`` differs in dq.
+# Relative L2 errors against the truth of out, dv, dq, dk, measured: two heads (g5: eight, since the
+# few rows that make its error differ much) of 512 tokens, head_dim 128, seed 1, float32 results.
+# ``accurate`` has the dv of ``fast``, and ``int8`` its out.
 ACCURACY_MARGIN = 1.25
 _MEASURED = """
-class  mask   sagebwd: out dv dq dk     fast: out dv dq dk        accurate: dq
-g1     full   .0198 .0502 .0566 .0564   .0135 .0176 .0293 .0224   .0148
-g1     causal .0169 .0572 .0510 .0508   .0113 .0176 .0243 .0217   .0143
-g3     full   .0419 .0429 .0809 .0800   .0293 .0292 .0539 .0551   .0532
-g3     causal .0384 .0387 .0846 .0846   .0272 .0271 .0567 .0587   .0560
-g5     full   .0647 .0653 .2004 .1977   .0498 .0496 .1538 .1520   .1537
-g5     causal .0590 .0594 .2004 .2019   .0428 .0427 .1502 .1533   .1502
-qkn    full   .0193 .0419 .0503 .0497   .0133 .0169 .0286 .0220   .0146
-qkn    causal .0164 .0560 .0504 .0499   .0113 .0176 .0241 .0217   .0140
-qlr    full   .0171 .0399 .0584 .0429   .0124 .0164 .0337 .0198   .0164
-qlr    causal .0158 .0305 .0466 .0357   .0108 .0150 .0301 .0185   .0157
-sink   full   .1779 .0136 .3546 .1956   .0145 .0076 .0341 .0264   .0256
-sink   causal .1861 .0133 .3866 .2311   .0140 .0069 .0331 .0268   .0254
-sinkv1 full   .0117 .0115 .0726 .0727   .0083 .0071 .0276 .0251   .0257
-sinkv1 causal .0117 .0116 .1011 .0942   .0082 .0070 .0389 .0326   .0370
-diag   full   .0109 .0145 .0664 .0613   .0090 .0113 .0366 .0306   .0273
-diag   causal .0103 .0129 .0882 .0822   .0081 .0097 .0429 .0376   .0374
-llm    full   .0414 .0658 .0813 .0709   .0154 .0202 .0347 .0265   .0263
-llm    causal .0525 .0669 .0914 .0908   .0159 .0187 .0331 .0282   .0266
-kb     full   .0198 .0499 .0567 .0565   .0135 .0175 .0293 .0223   .0148
-kb     causal .0171 .0574 .0506 .0505   .0112 .0177 .0244 .0220   .0145
-qb     full   .0352 .0458 .0502 .0540   .0253 .0255 .0333 .0348   .0261
-qb     causal .0291 .0389 .0444 .0492   .0218 .0229 .0311 .0278   .0245
-dotok  full   .0198 .0651 .0645 .0633   .0135 .0239 .0302 .0234   .0153
-dotok  causal .0169 .0675 .0636 .0671   .0113 .0238 .0228 .0221   .0137
-dochan full   .0198 .0661 .0570 .0573   .0135 .0190 .0324 .0261   .0197
-dochan causal .0169 .0674 .0547 .0547   .0113 .0176 .0284 .0256   .0194
-vm     full   .0011 .0502 .0567 .0565   .0008 .0176 .0349 .0292   .0239
-vm     causal .0021 .0572 .0523 .0522   .0015 .0176 .0309 .0287   .0239
-vch    full   .0386 .0502 .0570 .0574   .0198 .0176 .0323 .0260   .0196
-vch    causal .0368 .0572 .0568 .0563   .0180 .0176 .0280 .0249   .0191
+class  mask   sagebwd: out dv dq dk    fast: out dv dq dk       accurate: out dq dk int8: dv dq dk
+g1     full   .0198 .0502 .0566 .0564  .0173 .0114 .0177 .0161  .0153 .0166 .0149  .0189 .0309 .0233
+g1     causal .0169 .0572 .0510 .0508  .0136 .0099 .0179 .0164  .0130 .0164 .0146  .0188 .0266 .0231
+g3     full   .0419 .0429 .0809 .0800  .0363 .0357 .0670 .0669  .0362 .0668 .0666  .0364 .0675 .0672
+g3     causal .0384 .0387 .0846 .0846  .0343 .0333 .0706 .0711  .0342 .0702 .0707  .0341 .0712 .0715
+g5     full   .0669 .0668 .2130 .2113  .0559 .0557 .1784 .1771  .0559 .1784 .1770  .0561 .1786 .1772
+g5     causal .0662 .0670 .2096 .2083  .0569 .0567 .1807 .1784  .0569 .1804 .1781  .0571 .1807 .1785
+qkn    full   .0193 .0419 .0503 .0497  .0165 .0108 .0172 .0158  .0148 .0160 .0145  .0180 .0301 .0229
+qkn    causal .0164 .0560 .0504 .0499  .0129 .0094 .0170 .0154  .0125 .0154 .0137  .0184 .0258 .0226
+qlr    full   .0171 .0399 .0584 .0429  .0156 .0093 .0207 .0149  .0138 .0185 .0132  .0175 .0361 .0209
+qlr    causal .0158 .0305 .0466 .0357  .0127 .0079 .0194 .0141  .0119 .0181 .0127  .0158 .0319 .0195
+sink   full   .1779 .0136 .3546 .1956  .0159 .0039 .0272 .0208  .0154 .0263 .0198  .0077 .0353 .0269
+sink   causal .1861 .0133 .3866 .2311  .0154 .0030 .0272 .0219  .0152 .0264 .0209  .0070 .0346 .0276
+sinkv1 full   .0117 .0115 .0726 .0727  .0091 .0029 .0316 .0364  .0084 .0277 .0246  .0071 .0331 .0401
+sinkv1 causal .0117 .0116 .1011 .0942  .0090 .0023 .0450 .0461  .0083 .0395 .0332  .0070 .0467 .0480
+diag   full   .0109 .0145 .0664 .0613  .0100 .0025 .0337 .0305  .0091 .0298 .0266  .0114 .0416 .0349
+diag   causal .0103 .0129 .0882 .0822  .0082 .0019 .0388 .0353  .0082 .0414 .0378  .0098 .0445 .0379
+llm    full   .0414 .0658 .0813 .0709  .0201 .0202 .0389 .0321  .0201 .0392 .0321  .0267 .0451 .0347
+llm    causal .0525 .0669 .0914 .0908  .0198 .0136 .0370 .0337  .0198 .0363 .0331  .0202 .0421 .0365
+kb     full   .0198 .0499 .0567 .0565  .0172 .0114 .0177 .0161  .0152 .0166 .0148  .0188 .0309 .0234
+kb     causal .0171 .0574 .0506 .0505  .0137 .0101 .0181 .0163  .0131 .0167 .0147  .0192 .0265 .0230
+qb     full   .0352 .0458 .0502 .0540  .0311 .0274 .0312 .0396  .0300 .0306 .0391  .0297 .0376 .0403
+qb     causal .0291 .0389 .0444 .0492  .0249 .0228 .0290 .0334  .0244 .0284 .0319  .0250 .0348 .0366
+dotok  full   .0198 .0651 .0645 .0633  .0173 .0106 .0184 .0165  .0153 .0165 .0146  .0246 .0317 .0244
+dotok  causal .0169 .0675 .0636 .0671  .0136 .0100 .0154 .0138  .0130 .0140 .0120  .0249 .0245 .0220
+dochan full   .0198 .0661 .0570 .0573  .0173 .0122 .0219 .0210  .0153 .0166 .0151  .0205 .0337 .0271
+dochan causal .0169 .0674 .0547 .0547  .0136 .0098 .0217 .0206  .0130 .0164 .0145  .0196 .0299 .0264
+vm     full   .0011 .0502 .0567 .0565  .0010 .0114 .0273 .0257  .0008 .0256 .0243  .0189 .0374 .0309
+vm     causal .0021 .0572 .0523 .0522  .0017 .0099 .0273 .0262  .0016 .0261 .0251  .0188 .0335 .0307
+vch    full   .0386 .0502 .0570 .0574  .0211 .0114 .0219 .0208  .0211 .0210 .0199  .0189 .0336 .0268
+vch    causal .0368 .0572 .0568 .0563  .0193 .0099 .0221 .0206  .0193 .0210 .0195  .0188 .0302 .0261
 """
 
 
@@ -181,13 +186,13 @@ def _parse(table: str) -> dict[tuple[str, bool], dict[str, tuple[float, ...]]]:
     rows = {}
     for line in table.strip().splitlines()[1:]:
         kind, mask, *cells = line.split()
-        numbers = [float(cell) for cell in cells]
-        paper, fast, dq = tuple(numbers[:4]), tuple(numbers[4:8]), numbers[8]
+        numbers = tuple(float(cell) for cell in cells)
+        paper, fast, accurate, int8 = numbers[:4], numbers[4:8], numbers[8:11], numbers[11:]
         rows[kind, mask == "causal"] = {
             "sagebwd": paper,
             "fast": fast,
-            "int8": fast,
-            "accurate": (*fast[:2], dq, fast[3]),
+            "accurate": (accurate[0], fast[1], *accurate[1:]),
+            "int8": (fast[0], *int8),
         }
     return rows
 

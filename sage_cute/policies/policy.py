@@ -49,10 +49,11 @@ class Policy:
     v_scale: Literal["per_block", "per_token", "per_channel"] = "per_block"
     """``per_token`` is folded into P before P is quantized; ``per_channel`` is per block too."""
     p_max: Literal[127, 255] = 127  # largest code of the forward's P: signed or unsigned 8 bit
-    p_scale: Literal["per_block", "running"] = "per_block"
+    p_scale: Literal["per_block", "bounded"] = "per_block"
     """The forward's P of a query is quantized against its largest value in the block of keys, or
-    against its largest so far: then blocks share a scale until the maximum moves, and a kernel may
-    sum their products as integers."""
+    ``bounded``: where V's token scales, which are folded into P, differ little in a block, against
+    the largest P of before the folding times the largest of these scales. Then a kernel needs no
+    maximum of the products; ``numerics.forward.bounded_from`` and ``flat_bound`` say where."""
     p_bwd_scale: Literal["per_tile", "per_key"] = "per_tile"  # P^T: one per tile, or per key row
     ds_dk_scale: Literal["per_tile", "per_key"] = "per_tile"  # dS^T in dK
     ds_dq_rows: int = 0  # queries per scale of dS in dQ; 0: the whole tile

@@ -145,6 +145,28 @@ def test_rows_without_keys_are_safe(qkv) -> None:
     assert (q.grad[:, :, :60] == 0).all()
 
 
+@pytest.mark.parametrize("policy", ["sagebwd", "int8", "fast", "accurate", "sagebwd:smooth_q=true"])
+@pytest.mark.parametrize("which", ["q", "dout", "dlse"])
+@pytest.mark.parametrize("value", [100.0, 1e30, torch.inf, torch.nan])
+def test_what_rows_without_keys_hold_does_not_matter(qkv, policy, which, value) -> None:
+    """It sets no scale and brings no NaN: bit for bit what zeros there give."""
+    q, k, v = qkv(seqlen_q=128, seqlen_k=16)
+    inputs = {"q": q, "dout": torch.randn_like(q), "dlse": torch.randn(q.shape[:3])}
+    results = []
+    for blind in (0.0, value):
+        x = {name: t.clone() for name, t in inputs.items()}
+        x[which][:, :, :112] = blind
+        args = x["q"], k, v, x["dout"], x["dlse"]
+        results.append(gradients(*args, is_causal=True, policy=policy))
+        results[-1] += SAGE.attn_with_lse(x["q"], k, v, is_causal=True, policy=policy)
+    for zeros, other in zip(*results, strict=True):
+        assert torch.equal(zeros, other)
+    truth = attention_reference_backward(
+        x["dout"][:, :, 112:], q[:, :, 112:], k, v, causal=True, dlse=x["dlse"][:, :, 112:]
+    )[0]
+    assert rel_l2(results[1][2], truth.dv) < 0.1  # numerics.md section 5: the loosest, `sagebwd`
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_lse_is_that_of_the_original_k(qkv, causal) -> None:
     q, k, v = qkv(dtype=torch.bfloat16)

@@ -131,7 +131,8 @@ def test_policy_strings_of_one_mix_give_one_result(qkv) -> None:
     q, k, v = qkv()
     assert torch.equal(SAGE.attn(q, k, v), SAGE.attn(q, k, v, policy="default"))
     assert torch.equal(
-        SAGE.attn(q, k, v, policy="accurate"), SAGE.attn(q, k, v, policy="fast:dq=16bit")
+        SAGE.attn(q, k, v, policy="accurate"),
+        SAGE.attn(q, k, v, policy="fast:dp=16bit,dp_v=dequantized,p_scale=per_block"),
     )
     assert not torch.equal(SAGE.attn(q, k, v, policy="sagebwd"), SAGE.attn(q, k, v))
 

@@ -6,7 +6,6 @@ rest within a bound of ``tolerances``. ``x`` is drawn as a recipe, so that a fai
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,6 +46,9 @@ SINKS = ("sink", "llm")  # a small value under most of the mass, which one scale
 # Presets that are the same mix are tested once.
 NAMES = list({policy: name for name, policy in reversed(PRESETS.items())}.values())
 each_preset = pytest.mark.parametrize("name", NAMES)
+# The study's mix of seven INT8 products, for those of its bounds that presets give up for speed.
+STUDIED_MIX = "int8:k_scale=per_token,p_scale=per_block"
+each_mix = pytest.mark.parametrize("name", [*NAMES, STUDIED_MIX])
 
 
 class Case(NamedTuple):
@@ -215,7 +217,7 @@ def test_probabilities_sum_to_one(name: str, case: Case) -> None:
     check("sum_p", name, (p.double().sum(-1) - 1).abs().max())
 
 
-@each_preset
+@each_mix
 @NUMERICS
 @given(case=cases(STUDIED))
 def test_rows_of_ds_sum_to_zero(name: str, case: Case) -> None:
@@ -225,7 +227,12 @@ def test_rows_of_ds_sum_to_zero(name: str, case: Case) -> None:
     _, ds, out = observe(x, name, case.causal)
     sums = ds.double().sum(-1).abs()
     size = x.dout.double().norm(dim=-1) * out.double().norm(dim=-1)
-    check("rowsum_ds", name, (sums / size).max())
+    check("rowsum_ds", bound_of(name), (sums / size).max())
+
+
+def bound_of(name: str) -> str:
+    """Under which name a mix has its bounds."""
+    return "study" if name == STUDIED_MIX else name
 
 
 def assume_covered(name: str, case: Case) -> None:
@@ -287,12 +294,6 @@ class Scaling(NamedTuple):
     v: float = 1
     dout: float = 1
 
-    def allowed(self, policy: str) -> Scaling:
-        """P against its running maximum is kept in log2 with V's scale, where 2^k is no shift."""
-        mix = resolve(policy)
-        folded = mix.pv == "int8" and mix.v_scale == "per_token" and mix.p_scale == "running"
-        return self._replace(v=math.copysign(1.0, self.v)) if folded else self
-
     def __call__(self, x: Inputs) -> Inputs:
         return Inputs(*(t * f for t, f in zip(x, self, strict=True)))
 
@@ -322,7 +323,7 @@ def scalings(low: int, high: int) -> st.SearchStrategy[Scaling]:
     scaling=scalings(-20, 10),
 )
 def test_powers_of_two_and_signs_are_bitwise(policy: str, case: Case, scaling: Scaling) -> None:
-    x, scaling = case.inputs(), scaling.allowed(policy)
+    x = case.inputs()
     a = run_attention(x, policy=policy, causal=case.causal)
     b = run_attention(scaling(x), policy=policy, causal=case.causal)
     for name, got, want in zip(Result._fields, b, scaling.expected(a), strict=True):
@@ -341,10 +342,12 @@ def test_powers_of_two_and_signs_are_bitwise_in_float16(
     policy: str, case: Case, scaling: Scaling
 ) -> None:
     """With V and dO so large that no element of a result comes out subnormal, or nearly none."""
-    scaling = scaling.allowed(policy)
     x = Scaling(v=2.0**7, dout=2.0**4)(case.inputs())
+    y = scaling(x)
+    # An element near 2^-14 may lose a bit when it is halved: then the inputs are others.
+    assume(all(torch.equal(u / f, t) for t, u, f in zip(x, y, scaling, strict=True)))
     a = run_attention(x, policy=policy, causal=case.causal)
-    b = run_attention(scaling(x), policy=policy, causal=case.causal)
+    b = run_attention(y, policy=policy, causal=case.causal)
     for name, got, want in zip(Result._fields, b, scaling.expected(a), strict=True):
         normal = want.abs() >= 2.0**-12
         assert torch.equal(got[normal], want[normal]), name
@@ -446,19 +449,20 @@ def test_key_blocks_permuted_in_bfloat16(name: str, how: str, case: Case) -> Non
     check("permuted_blocks_bf16", name, rel_l2(b, a))
 
 
-@each_preset
+@each_mix
 @NUMERICS
 @given(case=cases(("g2",), (256, 512), dtypes=(F32,), causal=(False,)))
 def test_keys_permuted_arbitrarily(name: str, case: Case) -> None:
+    """With scales of K that blocks share, other keys share one: that far it is another K^."""
     x, order, policy = case.inputs(), order_of(case, "arbitrary"), resolve(name)
     y = permuted(x, order)
     a = expected_after(run_attention(x, policy=name), order)
     b = run_attention(y, policy=name)
     for tensor in ("out", "dq", "dk"):
-        check(f"permuted_{tensor}", name, rel_l2(getattr(b, tensor), getattr(a, tensor)))
+        check(f"permuted_{tensor}", bound_of(name), rel_l2(getattr(b, tensor), getattr(a, tensor)))
     # Per key scales P^T as before, unless the last bit of lse flips a code.
     dv = backward_of(y, policy, like=whole_forward(x, policy)).dv
-    check("permuted_dv", name, rel_l2(dv, a.dv))
+    check("permuted_dv", bound_of(name), rel_l2(dv, a.dv))
 
 
 @NUMERICS
@@ -546,24 +550,33 @@ def test_no_value_no_output(policy: str, case: Case) -> None:
     assert torch.equal(a.dv, b.dv)
 
 
-@each_preset
+@each_mix
 @NUMERICS
 @given(case=cases(("g1",), (128, 256), (64, 128), (F32,), (False,)))
 def test_one_hot_rows(name: str, case: Case) -> None:
-    """Q = 30 K: a row attends to its own key alone, whose value it returns, and dS = 0."""
+    """Q = 30 K: a row attends to its own key alone, whose value it returns, and dS = 0.
+
+    Against a bound P = 1 misses its code by up to half a step, of the block's largest V; then O is
+    no longer V^ and dQ not 0. Nor is it in float32 beside a 16-bit dP, which rounds V^.
+    """
     x = case._replace(heads=(1, 1)).inputs()
     got = run_attention(x._replace(q=x.k * 30), policy=name)
     policy = resolve(name)
     block = 1 if policy.v_scale == "per_token" else policy.block_k
-    largest = torch.cat([
-        b.abs().amax((-2, -1), keepdim=True).expand(1, 1, b.shape[2], 1)
-        for b in x.v.split(block, 2)
-    ], 2)  # fmt: skip
-    check("one_hot_out", name, ((got.out - x.v).abs() / (largest / 127 / 2)).max())
-    check("one_hot_dq", name, got.dq.abs().max())
+    half_step = largest_of_blocks(x.v, block) / 127 / 2
+    if policy.p_scale == "bounded":
+        half_step += largest_of_blocks(x.v, policy.block_k) / policy.p_max / 2
+    check("one_hot_out", bound_of(name), ((got.out - x.v).abs() / half_step).max())
+    check("one_hot_dq", bound_of(name), got.dq.abs().max())
 
 
-@pytest.mark.parametrize("name", ["fast", "accurate"])
+def largest_of_blocks(x: Tensor, block: int) -> Tensor:
+    """For each token the largest absolute value of its block: (1, 1, tokens, 1)."""
+    largest = [b.abs().amax().expand(1, 1, b.shape[2], 1) for b in x.split(block, 2)]
+    return torch.cat(largest, 2)
+
+
+@pytest.mark.parametrize("name", ["accurate", f"{STUDIED_MIX},dp=16bit,dp_v=dequantized"])
 @NUMERICS
 @given(case=cases(("g1",), (128, 256), (64, 128), (BF16, FP16), (False,), ((1, 1),)))
 def test_one_hot_rows_in_16_bits(name: str, case: Case) -> None:
@@ -572,8 +585,8 @@ def test_one_hot_rows_in_16_bits(name: str, case: Case) -> None:
     In an INT8 dP V is not rounded so, and dQ keeps O's rounding, as it does in 16-bit attention.
     """
     x = case.inputs()
-    got = run_attention(x._replace(q=x.k * 30), policy=f"{name}:dp=16bit,dp_v=dequantized")
-    check("one_hot_dq", name, got.dq.abs().max())
+    got = run_attention(x._replace(q=x.k * 30), policy=name)
+    check("one_hot_dq", "study", got.dq.abs().max())
 
 
 # Causality

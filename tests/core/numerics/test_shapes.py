@@ -304,8 +304,11 @@ def test_many_heads() -> None:
 def test_every_field_of_a_policy_matters() -> None:
     """None is ignored: each changes some bit of some result."""
     x = make_inputs("llm", (1, 2, 300, 32), kv_heads=1, dtype=torch.float32, seed=5)
+    x.v[:, :, :128] = torch.nn.functional.normalize(x.v[:, :, :128], dim=-1)  # a flat block
     for field, values in POLICY_FIELDS.items():
-        base = "fast" if field == "do_scale" else "sagebwd"  # scales of an INT8 dP's operand
+        base = "sagebwd"
+        if field in ("do_scale", "p_scale"):  # of an INT8 dP's operand; of V's folded scales
+            base = "int8"
         default = getattr(resolve(base), field)
         other = next(value for value in values if value != default)
         a = run_attention(x, policy=base)

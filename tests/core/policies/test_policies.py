@@ -36,23 +36,26 @@ def valid(fields: dict[str, object]) -> bool:
 
 
 def test_presets_are_those_of_the_contract() -> None:
-    """numerics.md, part I: the products in INT8, and what ``fast`` and ``accurate`` share."""
+    """numerics.md, part I, as the measurements on Hopper adapt it: 16-bit dV, dK and dQ."""
     in_int8 = {
         name: [p for p in PRODUCTS if getattr(policy, p) == "int8"]
         for name, policy in PRESETS.items()
     }
     assert in_int8["sagebwd"] == ["qk", "pv", "s", "dv", "dq", "dk"]
     assert in_int8["int8"] == list(PRODUCTS)
-    assert in_int8["fast"] == list(PRODUCTS)
-    assert in_int8["accurate"] == ["qk", "pv", "s", "dv", "dp", "dk"]
+    assert in_int8["fast"] == ["qk", "pv", "s", "dp"]
+    assert in_int8["accurate"] == ["qk", "pv", "s"]
     paper = PRESETS["sagebwd"]
     assert (paper.block_q, paper.block_k, paper.p_max) == (128, 64, 127)
     assert {paper.q_scale, paper.k_scale, paper.v_scale} == {"per_block"}
     assert paper.dp_v == "exact"
     for name in ("fast", "accurate", "int8"):
         policy = PRESETS[name]
-        assert {policy.q_scale, policy.k_scale, policy.v_scale} == {"per_token"}
+        assert {policy.q_scale, policy.v_scale} == {"per_token"}
+        assert (policy.k_scale, policy.block_k) == ("per_block", 128)
         assert policy.p_max == 255
+        assert policy.p_scale == ("per_block" if name == "accurate" else "bounded")
+        assert policy.dequantized_v_in_dp
         assert policy.p_bwd_scale == policy.ds_dk_scale == "per_key"
         assert policy.transposed_scale == "per_channel"
         assert policy.ds_dq_rows == 8
@@ -89,7 +92,7 @@ def test_strings_say_everything(fields: dict[str, object], name: str) -> None:
 
 def test_canonical_names_the_default() -> None:
     assert canonical("default") == DEFAULT
-    assert canonical("default:dq=16bit") == f"{DEFAULT}:dq=16bit"
+    assert canonical("default:dq=int8") == f"{DEFAULT}:dq=int8"
     assert canonical("sagebwd:dq=int8") == "sagebwd"
     assert canonical("sagebwd: smooth_k = False , dq = 16bit") == "sagebwd:dq=16bit,smooth_k=false"
 
@@ -111,6 +114,7 @@ def test_an_unknown_name_lists_the_known_ones(spec: str) -> None:
         ("smooth_k=1", "smooth_k=1: true or false"),
         ("block_q=many", "block_q=many: an integer"),
         ("p_max=128", "p_max=128: choose one of 127, 255"),
+        ("p_scale=running", "p_scale='running': choose one of per_block, bounded"),
         ("block_q=0", "block_q=0: 1 to 512"),
         ("block_k=513", "block_k=513: 1 to 512"),
         ("bwd_block_q=1024", "bwd_block_q=1024: 1 to 512"),
@@ -152,7 +156,8 @@ def test_a_policy_prints_its_mix(fields: dict[str, object]) -> None:
     text = str(policy)
     for product in PRODUCTS:
         assert f"{product}={getattr(policy, product)}" in text
-    for scale in (policy.q_scale, policy.v_scale, policy.p_bwd_scale, policy.transposed_scale):
+    scales = ("q_scale", "k_scale", "v_scale", "p_scale", "p_bwd_scale", "transposed_scale")
+    for scale in (getattr(policy, name) for name in scales):
         assert scale in text
     assert ("smoothing: none" in text) == (
         not (policy.smooth_k or policy.smooth_q or policy.smooth_v)
