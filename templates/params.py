@@ -51,7 +51,7 @@ class FwdWork(NamedTuple):
 
 
 class FwdOperands(NamedTuple):
-    """Fragments of a consumer thread (k and v in column slices), and where its elements lie."""
+    """Fragments of a consumer thread (v in column slices), and where its elements lie."""
 
     mma_qk: Any
     mma_pv: Any
@@ -60,7 +60,6 @@ class FwdOperands(NamedTuple):
     v: Any
     p: Any
     p32: Any
-    q32: Any  # sQ in 32-bit words
     s_shape: Any
     pv_shape: Any
     first: Any  # the thread's first (row, column)
@@ -70,7 +69,7 @@ class FwdOperands(NamedTuple):
 
 
 class FwdAccumulators(NamedTuple):
-    """Accumulators of a consumer thread: output (float), scores in slices, P V in flight (int)."""
+    """Accumulators of a consumer thread: output (float), scores, P V in flight (int)."""
 
     o: Any
     s: Any
@@ -84,16 +83,23 @@ class FwdStates(NamedTuple):
     now: Any
 
 
+class FwdMask(NamedTuple):
+    """What a thread's rows see."""
+
+    visible: Any  # keys that each of its two rows sees, less its first column
+    whole: Any  # key blocks that all rows of its warpgroup see whole
+
+
 class Rows(NamedTuple):
     """State of a thread's two rows (g and g + 8 of its warp's 16), registers of two floats."""
 
-    q: Any  # factor of the integer scores: q_scale * scale * log2 e
-    q_bias: Any  # -MAGIC times it
-    limit: Any  # no score exceeds limit * k_scale
+    q: Any  # q_scale * scale * log2 e
     m: Any  # reference of the softmax, log2 units; -inf before the first visible key
     l: Any  # this thread's part of the row sum  # noqa: E741
-    level: Any  # what turns the P' of the last block into codes
-    b: Any  # factor of its P V
+    b: Any  # factor of the product in flight
+    block_m: Any  # of the block whose codes were made last: its maximum,
+    block_l: Any  # sum of P~
+    block_b: Any  # and what turns its product into P V, all relative to block_m
     sign: Any  # int: the sign that its integers take in the fold
     bias: Any  # what the magic numbers have added to O
 
@@ -101,7 +107,6 @@ class Rows(NamedTuple):
 class BlockScales(NamedTuple):
     """Scales of a whole key block."""
 
-    k_block: Any
-    v_block: Any
-    k_max: Any  # largest k_scale of a key
-    k_factor: Any  # the same, less what block_factors has put into the rows' factors
+    k: Any
+    v: Any  # of a token: the largest
+    flat: Any  # above 0 if no v_scale is far below the largest

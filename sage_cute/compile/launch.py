@@ -55,7 +55,7 @@ def forward(
         q_codes: int8 (batch, heads, seqlen_q, head_dim), contiguous.
         q_scale: float32, one a query or one for ``block_q`` queries.
         k_codes: int8 (batch, kv_heads, seqlen_k, head_dim), contiguous, of the smoothed K.
-        k_scale: float32, one a key or one for ``block_k`` keys.
+        k_scale: float32, one for ``block_k`` keys.
         v_t: int8 (batch, kv_heads, head_dim, seqlen_k padded to 128), keys permuted within 16.
         v_scale: float32, one a padded key or one for ``block_k`` keys.
         out: (batch, heads, seqlen_q, head_dim), bfloat16 or float16, head_dim contiguous, rows on
@@ -133,12 +133,11 @@ def _check(
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
     padded = -(-seqlen_k // 128) * 128
-    groups_k = 1 if problem.k_scale == "per_token" else problem.block_k
     per_token_v = problem.v_scale == "per_token"
     expected = {
         "q_scale": (q_scale, (batch, heads, -(-seqlen_q // problem.block_q))),
         "k_codes": (k_codes, (batch, kv_heads, seqlen_k, head_dim)),
-        "k_scale": (k_scale, (batch, kv_heads, -(-seqlen_k // groups_k))),
+        "k_scale": (k_scale, (batch, kv_heads, -(-seqlen_k // problem.block_k))),
         "v_t": (v_t, (batch, kv_heads, head_dim, padded)),
         "v_scale": (
             v_scale,

@@ -28,7 +28,7 @@ def fwd_smem_bytes(problem: AttnProblem, config: FwdTileConfig) -> int:
     """Shared memory of a CTA: Q, the stages of K, V and scales, barriers, alignment."""
     q = config.tile_m * problem.head_dim
     kv = 2 * config.tile_n * problem.head_dim
-    scales = config.tile_n * 8 + 16  # (k, k, v, v) a pair of keys; (k, v, max k) a block
+    scales = config.tile_n * 2 + 16  # half a word a key; (k, v, flat) a block
     barriers = 16 * (1 + 2 * config.num_stages)
     return q + config.num_stages * (kv + scales) + barriers + 3 * 1024
 
@@ -49,7 +49,7 @@ def fwd_registers(problem: AttnProblem, config: FwdTileConfig) -> int:
     """Registers that a consumer thread keeps alive at the peak of an iteration."""
     scores, output = config.tile_n // 2, problem.head_dim // 2
     if config.overlap:  # scores and the product in flight live together
-        live = scores + output + output // config.pv_slices + config.tile_n // 8
+        live = scores + 2 * output + config.tile_n // 8
     else:
         live = output + max(scores, output // config.pv_slices + config.tile_n // 8)
     return live + _ROW_STATE_REGISTERS
@@ -81,12 +81,10 @@ def _shape_reason(problem: AttnProblem, config: FwdTileConfig, arch: Arch) -> st
         return f"num_stages={c.num_stages}: K and V need two buffers at least"
     if c.pv_slices < 1 or problem.head_dim % (32 * c.pv_slices):
         return f"pv_slices={c.pv_slices}: slices of head_dim must be multiples of 32"
-    if c.qk_slices < 1 or c.tile_n % (32 * c.qk_slices):
-        return f"qk_slices={c.qk_slices}: slices of tile_n must be multiples of 32"
-    if not 0 <= c.exp_fma_of_8 <= 8 or not 0 <= c.fold_after <= 16:
-        return "exp_fma_of_8 is 0 to 8, fold_after 0 to 16"
-    if not 0 <= c.split_groups <= c.tile_n // 8:
-        return f"split_groups={c.split_groups}: 0 to {c.tile_n // 8}"
+    if c.overlap and c.pv_slices > 1:
+        return f"pv_slices={c.pv_slices}: with overlap P V is one product; set overlap=False"
+    if not 0 <= c.exp_fma_of_8 <= 8:
+        return f"exp_fma_of_8={c.exp_fma_of_8}: 0 to 8"
     if c.pingpong and c.num_consumer_wgs < 2:
         return "pingpong=True needs two consumer warpgroups"
     if c.longest_first and not problem.is_causal:

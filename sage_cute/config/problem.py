@@ -25,24 +25,23 @@ class AttnProblem:
     is_causal: bool
     block_q: int
     block_k: int
-    q_scale: Granularity
-    k_scale: Granularity
     v_scale: Granularity
+    p_scale: Literal["per_block", "bounded"]
     p_max: Literal[127, 255]
 
     @classmethod
     def of(cls, policy: Policy, *, head_dim: int, dtype: DType, is_causal: bool) -> AttnProblem:
         """The forward problem of a policy. Ask ``why_not_int8(policy)`` first."""
         per_token_q = policy.q_scale == "per_token"
+        # With one V scale a block the bound is the largest P'.
         return cls(
             head_dim=head_dim,
             dtype=dtype,
             is_causal=is_causal,
             block_q=1 if per_token_q else policy.block_q,
             block_k=policy.block_k,
-            q_scale=policy.q_scale,
-            k_scale=policy.k_scale,
             v_scale=policy.v_scale,  # type: ignore[arg-type]
+            p_scale="bounded" if policy.v_scale == "per_block" else policy.p_scale,
             p_max=policy.p_max,
         )
 
@@ -55,8 +54,8 @@ def why_not_int8(policy: Policy) -> str | None:
     for name in ("smooth_q", "smooth_v"):
         if getattr(policy, name):
             return f"{name}=true: the kernel has no term for it; set {name}=false"
-    if policy.p_scale != "per_block":
-        return f"p_scale={policy.p_scale}: no kernel; set p_scale=per_block"
+    if policy.k_scale != "per_block":
+        return f"k_scale={policy.k_scale}: no kernel; set k_scale=per_block"
     if policy.v_scale == "per_channel":
         return "v_scale=per_channel: no kernel; set v_scale=per_token or per_block"
     return None

@@ -2,8 +2,10 @@
 
 For |x| < 2^22 the bits of ``MAGIC_BITS + x``, read as float32, are exactly ``MAGIC + x``. Scores
 need 127 * 127 * head_dim < 2^22 (head_dim <= 256), P V needs p_max * 127 * tile_n < 2^22. Going the
-other way, ``f + MAGIC`` rounds to nearest even and leaves the integer in the low bits.
+other way, ``f + 1024`` in half precision rounds f < 1024 to nearest even and leaves the integer in
+the low bits.
 """
 
 MAGIC = 12582912.0  # 1.5 * 2^23
 MAGIC_BITS = 0x4B400000
+HALF_MAGIC = 0x64006400  # 1024 twice

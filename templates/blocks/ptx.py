@@ -30,18 +30,6 @@ def _floats(text, constraints, *args, loc, ip):
 
 
 @dsl_user_op
-def opaque(x, *, loc=None, ip=None):
-    """x, which the compiler cannot recognize as such."""
-    return _ints("mov.b32 $0, $1;", "=r,r", x, loc=loc, ip=ip, volatile=True)
-
-
-@dsl_user_op
-def trap(*, loc=None, ip=None):
-    """Stops the kernel with an error."""
-    _ints("trap; mov.b32 $0, 0;", "=r", loc=loc, ip=ip, volatile=True)
-
-
-@dsl_user_op
 def thread_index(*, loc=None, ip=None):
     """threadIdx.x read again, rather than kept in a register since the last time."""
     return _ints("mov.u32 $0, %tid.x;", "=r", loc=loc, ip=ip, volatile=True)
@@ -57,22 +45,6 @@ def block_index(*, loc=None, ip=None):
 def prmt(a, b, selector, *, loc=None, ip=None):
     """Four bytes picked out of a (0-3) and b (4-7)."""
     return _ints("prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", a, b, selector, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def dp4a(a, b, c, *, loc=None, ip=None):
-    """C plus the sum of the products of four signed bytes."""
-    return _ints("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", a, b, c, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def sign_bytes(x, *, loc=None, ip=None):
-    """For each signed byte of x: -1 if it is negative, else 1."""
-    text = (
-        "{ .reg .b32 t; shr.u32 t, $1, 7; and.b32 t, t, 0x01010101; mul.lo.u32 t, t, 0xFE;"
-        " xor.b32 $0, t, 0x01010101; }"
-    )
-    return _ints(text, "=r,r", x, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -132,6 +104,40 @@ def round22(x, *, loc=None, ip=None):
         " sub.rn.f32 $0, t, u; }"
     )
     return _floats(text, "=f,f", x, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def pack_halves(low, high, *, loc=None, ip=None):
+    """Two floats as half2: one F2FP."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    text = "cvt.rn.f16x2.f32 $0, $1, $2;"
+    return Int32(_asm(T.i32(), text, "=r,f,f", values, loc, ip))
+
+
+@dsl_user_op
+def low_half(x, *, loc=None, ip=None):
+    """The low half of a half2 as a float."""
+    text = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }"
+    return Float32(_asm(T.f32(), text, "=f,r", [Int32(x).ir_value(loc=loc, ip=ip)], loc, ip))
+
+
+@dsl_user_op
+def half2_mul(a, b, *, loc=None, ip=None):
+    """A * b, two halves at once."""
+    return _ints("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", a, b, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def half2_fma(a, b, c, *, loc=None, ip=None):
+    """A * b + c, two halves at once."""
+    return _ints("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", a, b, c, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def half2_max3(a, b, c, *, loc=None, ip=None):
+    """Largest of three, for two halves that are not negative (NaN above all): one VIMNMX3."""
+    text = "{ .reg .b32 t; max.u16x2 t, $1, $2; max.u16x2 $0, t, $3; }"
+    return _ints(text, "=r,r,r,r", a, b, c, loc=loc, ip=ip)
 
 
 @dsl_user_op

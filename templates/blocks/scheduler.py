@@ -31,26 +31,18 @@ def tile_coord(index, num_m_blocks, num_heads, batch, *, causal: bool, longest_f
     return TileCoord(m_block, bh % num_heads, bh // num_heads)
 
 
-class KeyRange(NamedTuple):
-    """Key blocks of a tile, walked from the last to block 0."""
+def visible_blocks(last_row, seqlen_q, seqlen_k, *, tile_n: int, causal: bool):
+    """Key blocks of which query ``last_row`` sees a key; they are walked from the last to 0.
 
-    num_blocks: Int32  # blocks that some query of the tile sees
-    num_exact: Int32  # of them, the last ones: all that need a mask, and one that does not
-
-
-def key_range(m_block, seqlen_q, seqlen_k, *, tile_m: int, tile_n: int, causal: bool):
-    """Query i sees key j iff j < seqlen_k and, causal, j <= i + seqlen_k - seqlen_q.
-
-    After the ``num_exact`` blocks every row that sees any key has seen one, so that its softmax
-    reference is set; the blocks that remain need no mask.
+    Query i sees key j iff j < seqlen_k and, causal, j <= i + seqlen_k - seqlen_q.
     """
-    last, whole = seqlen_k, seqlen_k
-    if const_expr(causal):
-        offset = seqlen_k - seqlen_q
-        last = _between((m_block + 1) * tile_m + offset, 0, seqlen_k)
-        whole = _between(m_block * tile_m + offset + 1, 0, seqlen_k)
-    num_blocks = cute.ceil_div(last, tile_n)
-    return KeyRange(num_blocks, num_blocks - cutlass.max(whole // tile_n - 1, 0))
+    keys = visible_keys(last_row, seqlen_q, seqlen_k, causal=causal)
+    return cute.ceil_div(cutlass.max(keys, 0), tile_n)
+
+
+def whole_blocks(first_row, seqlen_q, seqlen_k, *, tile_n: int, causal: bool):
+    """Key blocks that ``first_row`` and all later queries see whole: they need no mask."""
+    return cutlass.max(visible_keys(first_row, seqlen_q, seqlen_k, causal=causal), 0) // tile_n
 
 
 def visible_keys(row, seqlen_q, seqlen_k, *, causal: bool):
@@ -58,7 +50,3 @@ def visible_keys(row, seqlen_q, seqlen_k, *, causal: bool):
     if const_expr(causal):
         return cutlass.min(row + 1 + seqlen_k - seqlen_q, seqlen_k)
     return seqlen_k
-
-
-def _between(x, low, high):
-    return cutlass.max(cutlass.min(x, high), low)

@@ -1,19 +1,19 @@
-"""Online softmax of quantized scores, with P quantized against its block's own maximum.
+"""Online softmax of INT8 scores, with P quantized block by block.
 
-Domains. A score S is in log2 units: ``S = acc * q * k`` with q the row's ``q_scale * scale * log2
-e`` and k the key's (or block's) ``k_scale``. The reference m of a row is any number near its
-running maximum: P~ = exp2(S - m) and everything that accumulates (l, O, their pending factor b)
-are relative to it, and a new reference multiplies them all. How far m lags behind the maximum
-changes nothing but rounding, as long as nothing overflows. So m is set exactly where a mask is
-applied and at the first block, HEADROOM above the maximum, and then stays unless a block could
-exceed it by LIMIT: by a bound that costs nothing (|acc| <= 127 * sum |q codes|), then by the
-largest integer score, then in fact.
+A score is in log2 units: ``S = acc * factor``, factor = q_scale * scale * log2 e * k_scale. In a
+block of keys a row has its own maximum m_blk and ``P~ = exp2(S - m_blk)`` lies in [0, 1], so that
+half precision holds it. What accumulates over blocks (l, O) is relative to a reference m that lags
+behind the running maximum: each block brings the weight exp2(m_blk - m), and m moves only where
+that could overflow, to HEADROOM above the maximum, which multiplies all that has accumulated. How
+far m lags changes nothing but rounding.
 
-P' = P~ * v (the key's v_scale; 1 if V has one a block) has codes ``round(p_max * P' / max P')`` and
-the block contributes ``b * codes V^`` with ``b = max P' / p_max`` (times V's block scale).
+``P' = P~ * v`` (the key's v_scale; 1 if V has one scale a block) becomes codes ``round(P' *
+level)`` and the block contributes ``b * codes V^``. The level is p_max / (largest v_scale of the
+block), a bound (P~ <= 1), where the policy allows it and no v_scale of the block is below FLAT of
+the largest; else it is p_max / (largest P' of the row).
 
-Scores of a block come in column slices (a list of accumulators); element ``c + 2 r + 4 j`` of one
-is column 8 j + 2 q + c, q the thread's place in its quad.
+Element ``c + 2 r + 4 j`` of the scores is column 8 j + 2 q + c, q the thread's place in its quad.
+Probabilities are packed in pairs (c = 0, 1): a half2 word each.
 """
 
 import cutlass
@@ -21,11 +21,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from sage_cute.templates.blocks import ptx
-from sage_cute.templates.blocks.magic import MAGIC, MAGIC_BITS
+from sage_cute.templates.blocks.magic import HALF_MAGIC, MAGIC, MAGIC_BITS
 from sage_cute.templates.params import Rows
 
 LIMIT, HEADROOM = 64.0, 32.0
-TINY = 2.0**-118  # p_max / TINY is finite
+FLAT = 0.25
+HEAD_LOG2 = 8  # exact blocks keep P~ * 2^8 in halves: 2^8 * p_max is finite, 2^-24 not yet 0
+LEAST_TOP = 2.0**-8  # p_max / LEAST_TOP is finite in half precision
 NEG_INF = float("-inf")
 EXP2_COEFFICIENTS = (0.99999926, 0.69312181, 0.24024745, 0.05591786, 0.0095701)  # of x^0 .. x^4
 
@@ -35,139 +37,100 @@ def make_rows(q_scale):
     kinds = {"sign": Int32}
     rows = Rows(*(cute.make_rmem_tensor(2, kinds.get(n, Float32)) for n in Rows._fields))
     for r in range(2):
-        rows.q[r] = ptx.round22(q_scale[r])
-        rows.q_bias[r] = rows.q[r] * -MAGIC
-        rows.limit[r] = Float32(float("inf"))
-        rows.m[r] = Float32(NEG_INF)
-        rows.l[r] = rows.b[r] = rows.bias[r] = rows.level[r] = Float32(0.0)
+        rows.q[r] = q_scale[r]
+        rows.m[r] = rows.block_m[r] = Float32(NEG_INF)
+        for x in (rows.l, rows.b, rows.bias, rows.block_l, rows.block_b):
+            x[r] = Float32(0.0)
         rows.sign[r] = Int32(1)
     return rows
 
 
-def limit_row(rows, r, words):
-    """Bounds the scores of row r: |acc| <= 127 * sum |q codes|; words: a quarter of the codes."""
-    total = Int32(0)
-    for word in words:
-        total = ptx.dp4a(word, ptx.sign_bytes(word), total)
-    total = total + cute.arch.shuffle_sync_bfly(total, 1)
-    total = total + cute.arch.shuffle_sync_bfly(total, 2)
-    rows.limit[r] = Float32(total) * 127.0 * cute.arch.fmax(rows.q[r], -rows.q[r])
+def row_of(acc, r):
+    """The elements of row r."""
+    return [acc[c + 2 * r + 4 * j] for j in range(cute.size(acc) // 4) for c in range(2)]
 
 
-def block_factors(rows, block, k_per_token: bool):
-    """The rows' factors for one key block: the block scale of K goes in here if K has one."""
-    if const_expr(k_per_token):
-        return rows.q, rows.q_bias
-    factor, bias = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    for r in range(2):
-        factor[r] = ptx.round22(rows.q[r] * block.k_block)
-        bias[r] = factor[r] * -MAGIC
-    return factor, bias
-
-
-def score(acc, factor, bias):
-    """The int32 score times the row factor; exact but for one rounding."""
-    return ptx.fma(ptx.as_float(acc + MAGIC_BITS), factor, bias)
-
-
-def quad_max(x):
-    """Largest over the four threads that share a row (floats, or ints)."""
-    largest = cute.arch.fmax if isinstance(x, Float32) else cutlass.max
+def quad_reduce(x, largest):
+    """The largest over the four threads that share a row."""
     x = largest(x, cute.arch.shuffle_sync_bfly(x, 1))
     return largest(x, cute.arch.shuffle_sync_bfly(x, 2))
 
 
-def rescale(rows, acc_O, m_new):
-    """Moves the references: all that has accumulated shrinks by exp2(m - m_new)."""
-    for r in range(2):
-        finite = ptx.select(m_new[r] == NEG_INF, Float32(0.0), m_new[r])
-        alpha = ptx.exp2(rows.m[r] - finite)
-        rows.m[r] = m_new[r]
-        rows.l[r] = rows.l[r] * alpha
-        rows.bias[r] = rows.bias[r] * alpha
-        rows.b[r] = ptx.round22(rows.b[r] * alpha)
-        for j in range(cute.size(acc_O) // 4):
-            for c in range(2):
-                i = c + 2 * r + 4 * j
-                acc_O[i] = acc_O[i] * alpha
+def int_max(values):
+    """Largest of many ints, three at a time in four chains."""
+    chains, rest = list(values[:4]), values[4:]
+    for n in range(0, len(rest), 2):
+        chains[n // 2 % 4] = ptx.max3(chains[n // 2 % 4], rest[n], rest[min(n + 1, len(rest) - 1)])
+    return ptx.max3(ptx.max3(chains[0], chains[1], chains[2]), chains[3], chains[3])
 
 
 @cute.jit
-def exact_scores(slices, rows, acc_O, columns, factors, visible):
-    """The slices become float scores, masked; references rise to HEADROOM above the maximum.
+def book(rows, acc_O, lazy: cutlass.Constexpr[bool]):
+    """Books the last block: its sums go into l, b is set for the fold of its product.
+
+    Moves the rows' references where that is needed; all earlier products must have been folded.
+    Branches are for the warp, but each row moves or not by its own scores: what other rows hold
+    never changes a result.
+    """
+    moves = []
+    for r in cutlass.range_constexpr(2):
+        limit = rows.m[r] + (LIMIT if lazy else 0.0)
+        moves.append((rows.block_m[r] <= limit) == False)  # noqa: E712  (NaN moves too)
+    if not const_expr(lazy) or cute.arch.vote_any_sync(moves[0] | moves[1]):
+        for r in cutlass.range_constexpr(2):
+            risen = rows.block_m[r] + (HEADROOM if lazy else 0.0)
+            m_new = ptx.select(moves[r], risen, rows.m[r])
+            alpha = ptx.exp2(rows.m[r] - _finite(m_new))
+            alpha = ptx.select(moves[r], alpha, Float32(1.0))
+            rows.m[r] = m_new
+            rows.l[r] = rows.l[r] * alpha
+            rows.bias[r] = rows.bias[r] * alpha
+            for j in cutlass.range_constexpr(cute.size(acc_O) // 4):
+                for c in cutlass.range_constexpr(2):
+                    i = c + 2 * r + 4 * j
+                    acc_O[i] = acc_O[i] * alpha
+    for r in cutlass.range_constexpr(2):
+        weight = ptx.exp2(rows.block_m[r] - _finite(rows.m[r]))
+        rows.l[r] = ptx.fma(rows.block_l[r], weight, rows.l[r])
+        rows.b[r] = ptx.round22(rows.block_b[r] * weight)
+
+
+def _finite(m):
+    return ptx.select(m == NEG_INF, Float32(0.0), m)
+
+
+def scores_in_place(acc, rows, k_block, visible):
+    """The scores become floats, masked; returns the rows' maxima.
 
     visible[r]: columns of the block that row r sees, less the thread's first column.
     """
-    factor, bias = factors
-    top = [Float32(NEG_INF), Float32(NEG_INF)]
-    for g, acc, j in groups_of(slices):
-        f = cute.recast_tensor(acc, Float32)
-        keys = columns(g)
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(2):
-                i = c + 2 * r + 4 * j
-                s = score(acc[i], factor[r], bias[r])
-                if const_expr(keys is not None):
-                    s = ptx.mul(s, keys[c])
-                f[i] = ptx.select(8 * g + c < visible[r], s, Float32(NEG_INF))
-                top[r] = cute.arch.fmax(top[r], f[i])
-    m_new = [cute.arch.fmax(rows.m[r], quad_max(top[r]) + HEADROOM) for r in range(2)]
-    rescale(rows, acc_O, m_new)
-
-
-def groups_of(slices):
-    """(column group of the block, its slice, column group within the slice) in order."""
-    per_slice = cute.size(slices[0]) // 4
-    return [(s * per_slice + j, acc, j) for s, acc in enumerate(slices) for j in range(per_slice)]
-
-
-def row_of(slices, r):
-    """The elements of row r."""
-    return [acc[c + 2 * r + 4 * j] for _, acc, j in groups_of(slices) for c in range(2)]
-
-
-def may_exceed(rows, k_max):
-    """Whether any score of the warp in a block could exceed its reference by LIMIT."""
-    safe = cutlass.Boolean(True)
+    f = cute.recast_tensor(acc, Float32)
+    tops = [Float32(NEG_INF)] * 2
     for r in range(2):
-        safe = safe & (ptx.fma(rows.limit[r], k_max, -rows.m[r]) <= LIMIT)
-    return cute.arch.vote_any_sync(safe == False)  # noqa: E712
+        factor = ptx.round22(rows.q[r] * k_block)  # exact times MAGIC
+        for j in range(cute.size(acc) // 4):
+            for c in range(2):
+                i = c + 2 * r + 4 * j
+                s = ptx.fma(ptx.as_float(acc[i] + MAGIC_BITS), factor, factor * -MAGIC)
+                f[i] = ptx.select(8 * j + c < visible[r], s, Float32(NEG_INF))
+                tops[r] = ptx.max_nan(tops[r], f[i])
+    return [quad_reduce(top, ptx.max_nan) for top in tops]
 
 
-@cute.jit
-def keep_in_range(slices, rows, acc_O, columns, factors, k_max):
-    """Moves a row's reference if its scores in this block do exceed it by LIMIT.
+def score_factors(acc, rows, k_block):
+    """Factors and offsets of ``S - m_blk = float(MAGIC + acc) * factor + offset``, without a mask.
 
-    The slices keep their integer scores. Branches are for the warp, but each row moves or not by
-    its own scores: what other rows hold never changes a result.
+    And the m_blk that the rounded offset stands for. Needs factors that are not negative.
     """
-    factor, bias = factors
-    safe = cutlass.Boolean(True)
-    for r in cutlass.range_constexpr(2):
-        bound = Float32(int_max(row_of(slices, r), 0)) * (factor[r] * k_max) - rows.m[r]
-        safe = safe & (bound <= LIMIT) & (factor[r] >= 0.0)
-    if cute.arch.vote_any_sync(safe == False):  # noqa: E712
-        m_new = []
-        for r in cutlass.range_constexpr(2):
-            top = Float32(NEG_INF)
-            for g, acc, j in groups_of(slices):
-                keys = columns(g)
-                for c in cutlass.range_constexpr(2):
-                    s = score(acc[c + 2 * r + 4 * j], factor[r], bias[r])
-                    if const_expr(keys is not None):
-                        s = ptx.mul(s, keys[c])
-                    top = cute.arch.fmax(top, s)
-            top = quad_max(top)
-            m_new.append(ptx.select(top - rows.m[r] > LIMIT, top + HEADROOM, rows.m[r]))
-        rescale(rows, acc_O, m_new)
-
-
-def int_max(values, least):
-    """Largest of many ints and ``least``, three at a time in four chains."""
-    chains = [Int32(least)] * 4
-    for n in range(0, len(values), 2):
-        chains[n // 2 % 4] = ptx.max3(chains[n // 2 % 4], values[n], values[n + 1])
-    return ptx.max3(ptx.max3(chains[0], chains[1], chains[2]), chains[3], chains[3])
+    factors, offsets, maxima = [], [], []
+    for r in range(2):
+        top = quad_reduce(int_max(row_of(acc, r)), cutlass.max)
+        factor = rows.q[r] * k_block
+        offset = -ptx.mul(ptx.as_float(top + MAGIC_BITS), factor)
+        factors.append(factor)
+        offsets.append(offset)
+        maxima.append(-ptx.fma(Float32(MAGIC), factor, offset))
+    return factors, offsets, maxima
 
 
 def exp2_fma(x):
@@ -181,56 +144,81 @@ def exp2_fma(x):
     return p * ptx.as_float(ptx.imad(ptx.as_int(shifted), 1 << 23, 127 << 23))
 
 
-def probabilities(acc, g, j, rows, keys, values, factors, visible, sums, on_fma: bool):
-    """Column group j of a slice (g of the block) becomes P'; the row sums take P~ in.
+def bounded_block(acc, rows, p32, factors, offsets, words, exp_fma_of_8: int):
+    """Scores to codes, each as soon as its probability is known; returns the rows' sums of P~.
 
-    visible is None for integer scores (no mask); else acc holds the scores of exact_scores.
+    words[j]: p_max * v_scale / (largest v_scale of the block) of the thread's keys of column group
+    j, as half2.
     """
-    factor, bias = factors
-    f = cute.recast_tensor(acc, Float32)
-    for r in range(2):
-        for c in range(2):
-            i = c + 2 * r + 4 * j
-            m = rows.m[r]
-            if const_expr(visible is not None):
-                z = f[i] - ptx.select(m == NEG_INF, Float32(0.0), m)
-            elif const_expr(keys is None):
-                z = score(acc[i], factor[r], bias[r]) - m
-            else:
-                z = ptx.fma(score(acc[i], factor[r], bias[r]), keys[c], -m)
-            p = exp2_fma(z) if const_expr(on_fma) else ptx.exp2(z)
-            sums[r] = sums[r] + p
-            if const_expr(values is not None):
-                p = p * values[c]
-                if const_expr(visible is not None):  # 0 * NaN: a masked key contributes nothing
-                    p = ptx.select(8 * g + c < visible[r], p, Float32(0.0))
-            f[i] = p
-
-
-def block_levels(slices, rows, p_max: int, v_block):
-    """From the block's largest P': what turns P' into codes, and the factor of its P V."""
-    for r in range(2):
-        # P' >= 0: its bits are ordered as integers (NaN above all), three of them at a time
-        top = ptx.as_float(quad_max(int_max(row_of(slices, r), 0)))
-        rows.level[r] = ptx.rcp(cute.arch.fmax(top, Float32(TINY))) * float(p_max)
-        rows.b[r] = ptx.round22(top * (v_block * (1.0 / p_max)))
-
-
-def encode(acc, levels):
-    """A slice of P' becomes MAGIC + codes."""
-    f = cute.recast_tensor(acc, Float32)
-    for j in range(cute.size(acc) // 4):
+    sums = [[Float32(0.0)] * 2 for _ in range(2)]
+    for j in range(0, cute.size(acc) // 4, 2):
         for r in range(2):
-            for c in range(2):
-                i = c + 2 * r + 4 * j
-                f[i] = ptx.fma(f[i], levels[r], Float32(MAGIC))
+            codes = []
+            for g in (j, j + 1):
+                p = []
+                for c in range(2):
+                    x = ptx.as_float(acc[c + 2 * r + 4 * g] + MAGIC_BITS)
+                    z = ptx.fma(x, factors[r], offsets[r])
+                    p.append(exp2_fma(z) if g % 8 < exp_fma_of_8 else ptx.exp2(z))
+                    sums[r][c] = sums[r][c] + p[c]
+                half2 = ptx.pack_halves(p[0], p[1])
+                codes.append(ptx.half2_fma(half2, words[g], Int32(HALF_MAGIC)))
+            p32[r + j] = ptx.prmt(codes[0], codes[1], 0x6420)
+    return [s[0] + s[1] for s in sums]
 
 
-def pack(acc, rP, first: int):
-    """Low bytes of four codes make one A-operand register (keys permuted, see mma.int8_sm90)."""
-    for i in range(cute.size(acc) // 8):
-        for r in range(2):
-            a = 2 * r + 8 * i
-            low = ptx.prmt(acc[a], acc[a + 1], 0x0040)
-            high = ptx.prmt(acc[a + 4], acc[a + 5], 0x0040)
-            rP[first + r + 2 * i] = ptx.prmt(low, high, 0x5410)
+def exact_block(acc, rows, p32, shifted, words, visible, p_max: int):
+    """Scores to codes against the largest P' of each row.
+
+    Args:
+        acc: scores.
+        rows: state.
+        p32: receives the codes, an A operand.
+        shifted: (element, row) to S - m_blk + HEAD_LOG2.
+        words: as for ``bounded_block``; None: V has one scale a block.
+        visible: as for ``scores_in_place``; None: all.
+        p_max: largest code.
+
+    Returns:
+        The rows' sums of P~ * 2^HEAD_LOG2, and what turns ``codes V^`` into ``P~ * 2^HEAD_LOG2 *
+        words V^``.
+    """
+    groups = cute.size(acc) // 4
+    sums, held, inverses = [], [], []
+    for r in range(2):
+        parts, halves = [Float32(0.0)] * 2, []
+        for j in range(groups):
+            p = [ptx.exp2(shifted(acc[c + 2 * r + 4 * j], r)) for c in range(2)]
+            parts = [parts[c] + p[c] for c in range(2)]
+            half2 = ptx.pack_halves(p[0], p[1])
+            if words is not None:
+                half2 = ptx.half2_mul(half2, words[j])
+                if visible is not None:  # 0 * NaN: a masked key contributes nothing
+                    seen = [
+                        ptx.select(8 * j + c < visible[r], Int32(0xFFFF << 16 * c), Int32(0))
+                        for c in range(2)
+                    ]
+                    half2 = half2 & (seen[0] | seen[1])
+            halves.append(half2)
+        sums.append(parts[0] + parts[1])
+        held.append(halves)
+    for r in range(2):
+        if words is None:
+            level = ptx.pack_halves(Float32(p_max / 2**HEAD_LOG2), Float32(p_max / 2**HEAD_LOG2))
+            inverses.append(Float32(1.0))
+        else:
+            # Not negative, so their bits are ordered (NaN above all).
+            top = held[r][0]
+            for j in range(1, groups - 1, 2):
+                top = ptx.half2_max3(top, held[r][j], held[r][j + 1])
+            top = ptx.half2_max3(top, held[r][-1], ptx.prmt(top, top, 0x1032))
+            top = quad_reduce(top, lambda a, b: ptx.half2_max3(a, b, b))
+            top = ptx.half2_max3(top, ptx.prmt(top, top, 0x1032), top)
+            top = ptx.max_nan(ptx.low_half(top), Float32(LEAST_TOP))
+            level = ptx.rcp(top) * float(p_max)
+            level = ptx.pack_halves(level, level)
+            inverses.append(ptx.rcp(ptx.low_half(level)))
+        for j in range(0, groups, 2):
+            codes = [ptx.half2_fma(held[r][g], level, Int32(HALF_MAGIC)) for g in (j, j + 1)]
+            p32[r + j] = ptx.prmt(codes[0], codes[1], 0x6420)
+    return sums, inverses

@@ -13,11 +13,18 @@ from sage_cute.config import ARCHS, AttnProblem, FwdTileConfig, Status, supports
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
 from sage_cute.templates.blocks import epilogue, fold, ptx, softmax
-from sage_cute.templates.blocks.scheduler import key_range, tile_coord, visible_keys
+from sage_cute.templates.blocks.magic import MAGIC_BITS
+from sage_cute.templates.blocks.scheduler import (
+    tile_coord,
+    visible_blocks,
+    visible_keys,
+    whole_blocks,
+)
 from sage_cute.templates.mma import int8_sm90
 from sage_cute.templates.params import (
     BlockScales,
     FwdAccumulators,
+    FwdMask,
     FwdOperands,
     FwdPipes,
     FwdShared,
@@ -37,7 +44,8 @@ class SageFwdSm90(AttnTemplate):
         q_codes, k_codes  int8 (batch, heads, seqlen, head_dim), contiguous
         v_t               int8 (batch, kv_heads, head_dim, seqlen_k padded to 128), contiguous,
                           keys permuted within 16 (mma.int8_sm90)
-        q_scale, k_scale  float32 (batch, heads, tokens or blocks)
+        q_scale           float32 (batch, heads, tokens or blocks)
+        k_scale           float32 (batch, kv_heads, blocks)
         v_scale           float32 (batch, kv_heads, padded tokens or blocks)
         out, lse          (batch, heads, seqlen_q, head_dim), head_dim contiguous; float32
                           (batch, heads, seqlen_q): natural log, of the K that was quantized
@@ -55,16 +63,17 @@ class SageFwdSm90(AttnTemplate):
 
     Shared memory
         sQ (tile_m, head_dim), sK (tile_n, head_dim, stages), sV (head_dim, tile_n, stages) int8,
-        swizzled; sKeys (4, tile_n / 2, stages): k, k, v, v of each pair of keys; sTile (4, stages):
-        k and v of the block, largest k; barriers.
+        swizzled; sKeys (tile_n / 8, 4, stages) half2: v_scale of the keys that a thread of place q
+        in its quad has in a column group, as p_max * v / (largest v of the block); sTile (4,
+        stages): k of the block, its largest v, whether its v are flat; barriers.
 
-    A consumer's iteration on block j (blocks run from the last to 0), with ``overlap``: codes of P
-    of block j + 1, packed into the A operand slice by slice; as soon as the registers of a slice of
-    scores are free, that slice of S = Q K^T of block j is issued -> issue P V of j + 1 -> wait for
-    S, slice by slice: probabilities, and from ``fold_after`` on the fold of P V. Without
-    ``overlap`` P V is waited for and folded before S is issued. The first ``num_exact`` blocks
-    apply the mask and set the softmax reference; the others keep it unless it threatens to
-    overflow.
+    A consumer's iteration on block j (blocks run from the last to 0), with ``overlap``: issue
+    S = Q K^T of block j and P V of block j + 1 -> wait for both -> one stretch of instructions that
+    the compiler mixes at will: probabilities, their codes (the next A operand) and the fold of
+    P V into O. What overlaps the products are the other warpgroups. The first iteration multiplies
+    a P of zeros. Without ``overlap``: S -> wait -> codes -> P V in slices, each waited for and
+    folded. A warpgroup takes the exact path (softmax.py) for blocks that its rows do not see whole
+    and for those whose V scales are not flat.
     """
 
     family = "sm90"
@@ -75,8 +84,8 @@ class SageFwdSm90(AttnTemplate):
         """Static facts only; ask ``supports`` first."""
         self.problem, self.config = problem, config
         self.head_dim, self.dtype = problem.head_dim, _DTYPES[problem.dtype]
-        self.k_per_token = problem.k_scale == "per_token"
         self.v_per_token = problem.v_scale == "per_token"
+        self.exact_p = self.v_per_token and problem.p_scale == "per_block"
         self.slice_n = problem.head_dim // config.pv_slices
         self.threads = 128 * (1 + config.num_consumer_wgs)
         self.consumer_registers = consumer_registers(config, ARCH)
@@ -104,9 +113,7 @@ class SageFwdSm90(AttnTemplate):
         """Launches the kernel; ``num_ctas`` bounds the grid of a persistent one."""
         c = self.config
         mQ, mK, mV = [_rows_first(t) for t in (q_codes, k_codes, v_t)]
-        mma_qk = int8_sm90.tiled_mma(
-            c.num_consumer_wgs, c.tile_n // c.qk_slices, a_in_registers=False
-        )
+        mma_qk = int8_sm90.tiled_mma(c.num_consumer_wgs, c.tile_n, a_in_registers=False)
         mma_pv = int8_sm90.tiled_mma(c.num_consumer_wgs, self.slice_n, a_in_registers=True)
         layouts = SimpleNamespace(
             q=int8_sm90.smem_layout(c.tile_m, self.head_dim),
@@ -127,7 +134,7 @@ class SageFwdSm90(AttnTemplate):
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             k_barriers: cute.struct.MemRange[cutlass.Int64, c.num_stages * 2]
             v_barriers: cute.struct.MemRange[cutlass.Int64, c.num_stages * 2]
-            keys: cute.struct.Align[cute.struct.MemRange[Float32, c.num_stages * c.tile_n * 2], 128]
+            keys: cute.struct.Align[cute.struct.MemRange[Int32, c.num_stages * c.tile_n // 2], 128]
             tile: cute.struct.Align[cute.struct.MemRange[Float32, c.num_stages * 4], 128]
             q: cute.struct.Align[cute.struct.MemRange[Int8, cute.cosize(layouts.q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Int8, cute.cosize(layouts.k)], 1024]
@@ -196,7 +203,7 @@ class SageFwdSm90(AttnTemplate):
             q=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
             k=storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner),
             v=storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner),
-            keys=storage.keys.get_tensor(cute.make_layout((4, c.tile_n // 2, c.num_stages))),
+            keys=storage.keys.get_tensor(cute.make_layout((c.tile_n // 8, 4, c.num_stages))),
             tile=storage.tile.get_tensor(cute.make_layout((4, c.num_stages))),
         )
         gmem = FwdTensors(
@@ -235,7 +242,7 @@ class SageFwdSm90(AttnTemplate):
         )
 
     def tile(self, index, work):
-        """Coordinates and key blocks of a tile."""
+        """Coordinates of a tile, and how many key blocks it sees."""
         c, causal = self.config, self.problem.is_causal
         coord = tile_coord(
             index,
@@ -245,15 +252,11 @@ class SageFwdSm90(AttnTemplate):
             causal=causal,
             longest_first=c.longest_first,
         )
-        keys = key_range(
-            coord.m_block,
-            work.seqlen_q,
-            work.seqlen_k,
-            tile_m=c.tile_m,
-            tile_n=c.tile_n,
-            causal=causal,
+        last_row = (coord.m_block + 1) * c.tile_m - 1
+        num_blocks = visible_blocks(
+            last_row, work.seqlen_q, work.seqlen_k, tile_n=c.tile_n, causal=causal
         )
-        return coord, keys
+        return coord, num_blocks
 
     def tiles(self, work):
         """Bounds of this CTA's loop over tiles."""
@@ -270,7 +273,7 @@ class SageFwdSm90(AttnTemplate):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
-            coord, keys = self.tile(index, work)
+            coord, num_blocks = self.tile(index, work)
             kv_head = coord.head // work.group
             gQ = cute.local_tile(
                 gmem.q[None, None, coord.head, coord.batch], (c.tile_m, d), (coord.m_block, 0)
@@ -280,12 +283,12 @@ class SageFwdSm90(AttnTemplate):
             sQ, tQ = _partition(tma_q, smem.q, gQ)
             sK, tK = _partition(tma_k, smem.k, gK)
             sV, tV = _partition(tma_v, smem.v, gV)
-            if keys.num_blocks > 0:
+            if num_blocks > 0:
                 pipes.q.producer_acquire(q_state)
                 cute.copy(tma_q, tQ, sQ, tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
                 q_state.advance()
-            for i in cutlass.range(keys.num_blocks, unroll=1):
-                j = keys.num_blocks - 1 - i
+            for i in cutlass.range(num_blocks, unroll=1):
+                j = num_blocks - 1 - i
                 pipes.k.producer_acquire(state)
                 bar = pipes.k.producer_get_barrier(state)
                 cute.copy(tma_k, tK[None, j], sK[None, state.index], tma_bar_ptr=bar)
@@ -299,51 +302,48 @@ class SageFwdSm90(AttnTemplate):
         """Warp 1: the scales of each key block, two keys a lane at a time."""
         c = self.config
         lane = cute.arch.lane_idx()
+        rounds = const_expr(cute.ceil_div(c.tile_n, 64))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
-            coord, keys = self.tile(index, work)
+            coord, num_blocks = self.tile(index, work)
             kv_head = coord.head // work.group
             gK = gmem.k_scale[coord.batch, kv_head, None]
             gV = gmem.v_scale[coord.batch, kv_head, None]
-            for i in cutlass.range(keys.num_blocks, unroll=1):
-                j = keys.num_blocks - 1 - i
+            for i in cutlass.range(num_blocks, unroll=1):
+                j = num_blocks - 1 - i
+                block = cute.make_rmem_tensor(4, Float32)
+                v = cute.make_rmem_tensor(2 * rounds, Float32)
+                block[0] = gK[j]
+                block[2], block[3] = Float32(1.0), Float32(0.0)
+                if const_expr(self.v_per_token):
+                    v.fill(0.0)
+                    for t in cutlass.range_constexpr(2 * rounds):
+                        key = j * c.tile_n + 2 * (lane + 32 * (t // 2)) + t % 2
+                        if key < cutlass.min((j + 1) * c.tile_n, work.seqlen_k):
+                            v[t] = gV[key]
+                    block[1] = cute.arch.warp_reduction_max(_largest(v))
+                    flat = cutlass.Boolean(True)
+                    for t in cutlass.range_constexpr(2 * rounds):
+                        outside = lane + 32 * (t // 2) >= c.tile_n // 2
+                        flat = flat & ((v[t] >= softmax.FLAT * block[1]) | outside)
+                    block[2] = ptx.select(cute.arch.vote_all_sync(flat), Float32(1.0), Float32(0.0))
+                else:
+                    block[1] = gV[j]
                 pipes.k.sync_object_empty.wait(state.index, state.phase)
-                k_max = Float32(0.0)
-                for t in cutlass.range_constexpr(cute.ceil_div(c.tile_n, 64)):
-                    pair = lane + 32 * t
-                    if pair < c.tile_n // 2:
-                        key = j * c.tile_n + 2 * pair
-                        four = self.fetch_scales(gK, gV, key, work.seqlen_k)
-                        cute.autovec_copy(four, smem.keys[None, pair, state.index])
-                        k_max = cute.arch.fmax(k_max, cute.arch.fmax(four[0], four[1]))
-                for shift in cutlass.range_constexpr(5):
-                    other = cute.arch.shuffle_sync_bfly(k_max, 1 << shift)
-                    k_max = cute.arch.fmax(k_max, other)
+                if const_expr(self.v_per_token):
+                    unit = ptx.select(block[1] > 0.0, self.problem.p_max / block[1], Float32(0.0))
+                    for t in cutlass.range_constexpr(rounds):
+                        pair = lane + 32 * t
+                        if pair < c.tile_n // 2:
+                            word = ptx.pack_halves(v[2 * t] * unit, v[2 * t + 1] * unit)
+                            smem.keys[pair // 4, pair % 4, state.index] = word
                 if lane == 0:
-                    block = cute.make_rmem_tensor(4, Float32)
-                    block[0] = block[2] = k_max if const_expr(self.k_per_token) else gK[j]
-                    block[1] = Float32(1.0) if const_expr(self.v_per_token) else gV[j]
-                    block[3] = Float32(0.0)
                     cute.autovec_copy(block, smem.tile[None, state.index])
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(pipes.k.producer_get_barrier(state))
                 state.advance()
-
-    @cute.jit
-    def fetch_scales(self, gK, gV, key, seqlen_k):
-        """(k, k, v, v) of two keys; 0 past the end and for what is not per token."""
-        four = cute.make_rmem_tensor(4, Float32)
-        for c in cutlass.range_constexpr(2):
-            k, v = Float32(0.0), Float32(0.0)
-            if key + c < seqlen_k:
-                if const_expr(self.k_per_token):
-                    k = gK[key + c]
-                if const_expr(self.v_per_token):
-                    v = gV[key + c]
-            four[c], four[2 + c] = k, v
-        return four
 
     @cute.jit
     def consume(self, tidx, gmem, smem, pipes, work, scale_log2, mma_qk, mma_pv):
@@ -353,65 +353,62 @@ class SageFwdSm90(AttnTemplate):
         ops = self.operands(tidx, wg, smem, mma_qk, mma_pv)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        before = state.clone()
         if const_expr(c.pingpong):  # noqa: SIM102
             if wg == c.num_consumer_wgs - 1:
                 cute.arch.barrier_arrive(barrier_id=PINGPONG_BARRIER, number_of_threads=256)
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
-            coord, keys = self.tile(index, work)
-            rows, visible = self.start_rows(ops, gmem, work, coord, scale_log2)
+            coord, num_blocks = self.tile(index, work)
+            rows, mask = self.start_rows(ops, gmem, work, coord, wg, scale_log2)
             acc = FwdAccumulators(
                 o=cute.make_rmem_tensor(self.head_dim // 2, Float32),
-                s=[cute.make_rmem_tensor(ops.s_shape, Int32) for _ in range(c.qk_slices)],
+                s=cute.make_rmem_tensor(ops.s_shape, Int32),
                 pv=cute.make_rmem_tensor(ops.pv_shape, Int32),
             )
             acc.o.fill(0.0)
-            if keys.num_blocks > 0:
+            _clear(ops.p32)
+            if num_blocks > 0:
                 pipes.q.consumer_wait(q_state)
-                self.limit_rows(ops, rows)
-                j = keys.num_blocks - 1
-                states = FwdStates(state, state)
-                self.step(ops, pipes, rows, acc, states, wg, visible, j, True, True)
-                for i in cutlass.range(1, keys.num_exact, unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    states = FwdStates(before, state)
+                    j = num_blocks - 1 - i
+                    self.step(ops, pipes, rows, acc, states, wg, mask, i, j)
                     before = state.clone()
                     state.advance()
-                    states = FwdStates(before, state)
-                    j = keys.num_blocks - 1 - i
-                    self.step(ops, pipes, rows, acc, states, wg, visible, j, False, True)
-                for _ in cutlass.range(keys.num_exact, keys.num_blocks, unroll=1):
-                    before = state.clone()
-                    state.advance()
-                    states = FwdStates(before, state)
-                    self.step(ops, pipes, rows, acc, states, wg, None, 0, False, False)
-                self.last_product(ops, pipes, rows, acc, state)
-                state.advance()
+                if const_expr(c.overlap):
+                    pipes.v.consumer_wait(before)
+                    self.product(ops, pipes, rows, acc, before)
                 pipes.q.consumer_release(q_state)
                 q_state.advance()
-            again = ptx.opaque(index) if const_expr(c.persistent) else ptx.block_index()
+            again = index if const_expr(c.persistent) else ptx.block_index()
             self.store(again, gmem, work, rows, acc.o, mma_qk)
 
     @cute.jit
-    def start_rows(self, ops, gmem, work, coord, scale_log2):
-        """State of the rows, and how many keys (less the thread's first column) each one sees."""
+    def start_rows(self, ops, gmem, work, coord, wg, scale_log2):
+        """State of the thread's rows, and what they see."""
         causal = self.problem.is_causal
         q_scale = cute.make_rmem_tensor(2, Float32)
         q_scale.fill(0.0)
         visible = []
+        first_row = coord.m_block * self.config.tile_m
         for r in cutlass.range_constexpr(2):
-            row = coord.m_block * self.config.tile_m + ops.first[0] + 8 * r
+            row = first_row + ops.first[0] + 8 * r
             if row < work.seqlen_q:
                 group = row // self.problem.block_q
                 q_scale[r] = gmem.q_scale[coord.batch, coord.head, group] * scale_log2
             limit = visible_keys(row, work.seqlen_q, work.seqlen_k, causal=causal)
             visible.append(limit - ops.first[1])
-        return softmax.make_rows(q_scale), visible
-
-    def limit_rows(self, ops, rows):
-        """Bounds the rows' scores by the sums of their codes, which the quad adds up together."""
-        quarter = self.head_dim // 16
-        for r in range(2):
-            words = [ops.q32[ops.first[0] + 8 * r, ops.quad * quarter + w] for w in range(quarter)]
-            softmax.limit_row(rows, r, words)
+        whole = whole_blocks(
+            first_row + 64 * wg,
+            work.seqlen_q,
+            work.seqlen_k,
+            tile_n=self.config.tile_n,
+            causal=causal,
+        )
+        if scale_log2 < 0.0:  # the largest integer score is not the largest score
+            whole = Int32(0)
+        return softmax.make_rows(q_scale), FwdMask(visible, whole)
 
     @cute.jit
     def store(self, index, gmem, work, rows, acc_O, mma_qk):
@@ -433,29 +430,24 @@ class SageFwdSm90(AttnTemplate):
 
     def operands(self, tidx, wg, smem, mma_qk, mma_pv):
         """Fragments of the two products, and where the thread's elements lie."""
-        c, d = self.config, self.head_dim
+        c = self.config
         slot = cute.make_layout(c.num_consumer_wgs, stride=128)(wg)
         qk, pv = mma_qk.get_slice(slot), mma_pv.get_slice(slot)
-        n = c.tile_n // c.qk_slices
-        k_slices = [
-            cute.local_tile(smem.k, (n, d, c.num_stages), (s, 0, 0)) for s in range(c.qk_slices)
-        ]
         v_slices = [
             cute.local_tile(smem.v, (self.slice_n, c.tile_n, c.num_stages), (s, 0, 0))
             for s in range(c.pv_slices)
         ]
         p = mma_pv.make_fragment_A(mma_pv.partition_shape_A((c.tile_m, c.tile_n)))
-        coords = mma_qk.get_slice(tidx).partition_C(cute.make_identity_tensor((c.tile_m, n)))
+        coords = mma_qk.get_slice(tidx).partition_C(cute.make_identity_tensor((c.tile_m, c.tile_n)))
         return FwdOperands(
             mma_qk=mma_qk,
             mma_pv=mma_pv,
             q=mma_qk.make_fragment_A(qk.partition_A(smem.q)),
-            k=[mma_qk.make_fragment_B(qk.partition_B(s)) for s in k_slices],
+            k=mma_qk.make_fragment_B(qk.partition_B(smem.k)),
             v=[mma_pv.make_fragment_B(pv.partition_B(s)) for s in v_slices],
             p=p,
             p32=cute.recast_tensor(p, Int32),
-            q32=cute.recast_tensor(smem.q, Int32),
-            s_shape=mma_qk.partition_shape_C((c.tile_m, n)),
+            s_shape=mma_qk.partition_shape_C((c.tile_m, c.tile_n)),
             pv_shape=mma_pv.partition_shape_C((c.tile_m, self.slice_n)),
             first=coords[0],
             keys=smem.keys,
@@ -464,131 +456,95 @@ class SageFwdSm90(AttnTemplate):
         )
 
     @cute.jit
-    def step(
-        self,
-        ops,
-        pipes,
-        rows,
-        acc,
-        states,
-        wg,
-        visible,
-        j,
-        first: cutlass.Constexpr[bool],
-        exact: cutlass.Constexpr[bool],
-    ):
-        """From the probabilities of the block before to those of this one."""
+    def step(self, ops, pipes, rows, acc, states, wg, mask, i, j):
+        """The i-th block of a tile, block j of the keys."""
         c, now = self.config, states.now
         k_arrived = pipes.k.consumer_try_wait(now)
-        if const_expr(not first):
-            v_arrived = pipes.v.consumer_try_wait(states.before)
-        for n in cutlass.range_constexpr(c.qk_slices):
-            if const_expr(not first):
-                self.encode_slice(ops, rows, acc, n)
-            if const_expr(n == 0):
-                pipes.k.consumer_wait(now, k_arrived)
-                if const_expr(c.pingpong):
-                    cute.arch.barrier(barrier_id=PINGPONG_BARRIER + wg, number_of_threads=256)
-            if const_expr(not first and n == c.qk_slices - 1):
-                pipes.v.consumer_wait(states.before, v_arrived)
-            if const_expr(c.overlap or first):
-                self.issue_scores(ops, acc, n, now)
-        if const_expr(not first):
-            if const_expr(c.overlap):
-                self.issue_product(ops, acc, 0, states.before, fence=False)
-            else:
-                self.product(ops, pipes, rows, acc, states.before)
-                for n in cutlass.range_constexpr(c.qk_slices):
-                    self.issue_scores(ops, acc, n, now)
+        if const_expr(c.overlap):  # noqa: SIM102
+            if i > 0:
+                pipes.v.consumer_wait(states.before)
+        pipes.k.consumer_wait(now, k_arrived)
+        if const_expr(c.pingpong):
+            cute.arch.barrier(barrier_id=PINGPONG_BARRIER + wg, number_of_threads=256)
+        k = ops.k[None, None, None, now.index]
+        int8_sm90.issue(ops.mma_qk, acc.s, self.head_dim // 32, ops.q, k)
+        if const_expr(c.overlap):
+            self.issue_product(ops, acc, 0, states.before, fence=False)
         if const_expr(c.pingpong):
             other = (wg + 1) % c.num_consumer_wgs
             cute.arch.barrier_arrive(barrier_id=PINGPONG_BARRIER + other, number_of_threads=256)
-
-        folding = const_expr(c.overlap and not first)
         block = self.block_scales(ops, now)
-        factors = softmax.block_factors(rows, block, self.k_per_token)
-        left = None
-        if const_expr(exact):
-            warpgroup.wait_group(1 if folding else 0)
-            left = [visible[r] - j * c.tile_n for r in range(2)]
-            columns = partial(self.key_scales, ops, now.index)
-            softmax.exact_scores(acc.s, rows, acc.o, columns, factors, left)
+        if const_expr(c.overlap):
+            # Its branch is here, where ptxas finds nothing to move across it.
+            softmax.book(rows, acc.o, c.lazy_rescale)
+        # Waits stay out of branches, where ptxas would serialize all products.
+        warpgroup.wait_group(0)
+        if const_expr(c.overlap):  # noqa: SIM102
+            if i > 0:
+                pipes.v.consumer_release(states.before)
+        bounded = (j < mask.whole) & (block.flat > 0.0)
+        if cute.arch.vote_all_sync(bounded):
+            self.whole_block(ops, rows, acc, block, now)
         else:
-            rare = softmax.may_exceed(rows, block.k_max)
-            # Not in the branch: ptxas would serialize all products.
-            warpgroup.wait_group(1 if folding else 0)
-            if not const_expr(c.lazy_rescale) or rare:
-                # another address, so that the branch keeps no scales alive for the common path
-                columns = partial(self.key_scales, ops, ptx.opaque(now.index))
-                softmax.keep_in_range(acc.s, rows, acc.o, columns, factors, block.k_factor)
-        self.score_block(ops, pipes, rows, acc, states, factors, left, folding)
+            self.masked_block(ops, rows, acc, block, now, mask, j)
         pipes.k.consumer_release(now)
-        softmax.block_levels(acc.s, rows, self.problem.p_max, block.v_block)
+        if const_expr(not c.overlap):
+            pipes.v.consumer_wait(now)
+            self.product(ops, pipes, rows, acc, now)
 
-    @cute.jit
-    def score_block(
-        self, ops, pipes, rows, acc, states, factors, left, folding: cutlass.Constexpr[bool]
-    ):
-        """Probabilities of a block, while P V of the block before is folded."""
-        c = self.config
-        num_groups = const_expr(c.tile_n // 8)
-        splits = _split_points(num_groups, c.split_groups) if left is None else ()
-        spans = fold_spans(num_groups, c.fold_after, c.pv_slices) if folding else []
-        sums = [Float32(0.0)] * 2
-        for g, acc_s, local in softmax.groups_of(acc.s):
-            if const_expr(g in splits):  # noqa: SIM102
-                # never taken, see FwdTileConfig.split_groups; each another, or one would remain
-                if cute.arch.grid_dim()[1] == 2 + g:
-                    ptx.trap()
-            self.start_folds(ops, pipes, rows, acc, states, spans, g)
-            both = self.key_scales(ops, states.now.index, g)
-            k, v = (both, both[2:]) if both is not None else (None, None)
-            softmax.probabilities(
-                acc_s,
-                g,
-                local,
+    def whole_block(self, ops, rows, acc, block, state):
+        """Codes of a block that needs no mask; the fold of the product before."""
+        factors, offsets, maxima = softmax.score_factors(acc.s, rows, block.k)
+        if self.config.overlap:
+            fold.begin_fold(rows)
+            fold.fold(acc.o, acc.pv, rows, range(self.slice_n // 8))
+        words = self.key_words(ops, state)
+        if self.exact_p:
+            sums, inverses = softmax.exact_block(
+                acc.s,
                 rows,
-                k if self.k_per_token else None,
-                v if self.v_per_token else None,
-                factors,
-                left,
-                sums,
-                g % 8 < c.exp_fma_of_8,
+                ops.p32,
+                lambda x, r: ptx.fma(
+                    ptx.as_float(x + MAGIC_BITS), factors[r], offsets[r] + softmax.HEAD_LOG2
+                ),
+                words,
+                None,
+                self.problem.p_max,
             )
-            for n, (wait, stop) in enumerate(spans):
-                if const_expr(wait <= g < stop):
-                    part = _share(self.slice_n // 8, g - wait, stop - wait)
-                    fold.fold(acc.o, acc.pv, rows, part, n * self.slice_n // 8)
-        self.start_folds(ops, pipes, rows, acc, states, spans, num_groups)
-        if const_expr(num_groups in splits):  # noqa: SIM102
-            if cute.arch.grid_dim()[1] == 2 + num_groups:
-                ptx.trap()
-        for r in cutlass.range_constexpr(2):
-            rows.l[r] = rows.l[r] + sums[r]
+            self.keep(rows, maxima, sums, inverses, block, 2.0**-softmax.HEAD_LOG2)
+        else:
+            sums = softmax.bounded_block(
+                acc.s, rows, ops.p32, factors, offsets, words, self.config.exp_fma_of_8
+            )
+            self.keep(rows, maxima, sums, [Float32(1.0)] * 2, block, 1.0)
 
-    def start_folds(self, ops, pipes, rows, acc, states, spans, g):
-        """Before column group g: waits for the slice of P V to be folded now, starts the next."""
-        for n, (wait, stop) in enumerate(spans):
-            if g == wait:
-                warpgroup.wait_group(0)
-                if n == 0:
-                    fold.begin_fold(rows)
-                if n == len(spans) - 1:
-                    pipes.v.consumer_release(states.before)
-                if wait == stop:
-                    fold.fold(acc.o, acc.pv, rows, range(self.slice_n // 8), n * self.slice_n // 8)
-            if g == stop and n + 1 < len(spans):
-                self.issue_product(ops, acc, n + 1, states.before)
+    def masked_block(self, ops, rows, acc, block, state, mask, j):
+        """The same for a block that needs a mask, or whose V scales differ much."""
+        visible = [mask.visible[r] - j * self.config.tile_n for r in range(2)]
+        maxima = softmax.scores_in_place(acc.s, rows, block.k, visible)
+        if self.config.overlap:
+            fold.begin_fold(rows)
+            fold.fold(acc.o, acc.pv, rows, range(self.slice_n // 8))
+        finite = [ptx.select(m == softmax.NEG_INF, Float32(0.0), m) for m in maxima]
+        sums, inverses = softmax.exact_block(
+            acc.s,
+            rows,
+            ops.p32,
+            lambda x, r: ptx.as_float(x) - (finite[r] - softmax.HEAD_LOG2),
+            self.key_words(ops, state) if self.v_per_token else None,
+            visible,
+            self.problem.p_max,
+        )
+        self.keep(rows, maxima, sums, inverses, block, 2.0**-softmax.HEAD_LOG2)
 
-    def encode_slice(self, ops, rows, acc, n):
-        """Codes of a slice of P', packed; its registers are free then."""
-        softmax.encode(acc.s[n], rows.level)
-        softmax.pack(acc.s[n], ops.p32, n * self.config.tile_n // 8 // self.config.qk_slices)
-
-    def issue_scores(self, ops, acc, n, state):
-        """Starts column slice n of Q K^T."""
-        k = ops.k[n][None, None, None, state.index]
-        int8_sm90.issue(ops.mma_qk, acc.s[n], self.head_dim // 32, ops.q, k)
+    def keep(self, rows, maxima, sums, inverses, block, unit: float):
+        """What is to be booked of a block, once its product has been issued."""
+        v = block.v * (1.0 / self.problem.p_max)
+        for r in range(2):
+            rows.block_m[r] = maxima[r]
+            rows.block_l[r] = sums[r] * unit
+            scaled = inverses[r] * unit if self.v_per_token else inverses[r]
+            rows.block_b[r] = scaled * v
 
     def issue_product(self, ops, acc, n, state, fence=True):
         """Starts column slice n of P V."""
@@ -596,36 +552,49 @@ class SageFwdSm90(AttnTemplate):
         int8_sm90.issue(ops.mma_pv, acc.pv, self.config.tile_n // 32, ops.p, v, fence)
 
     def product(self, ops, pipes, rows, acc, state):
-        """P V of the block whose P was just packed, slice after slice, folded at once."""
-        fold.begin_fold(rows)
+        """P V of the block whose codes were just made, slice after slice, folded at once."""
         groups = self.slice_n // 8
         for n in range(self.config.pv_slices):
             self.issue_product(ops, acc, n, state)
+            if n == 0:
+                softmax.book(rows, acc.o, self.config.lazy_rescale)
+                fold.begin_fold(rows)
             warpgroup.wait_group(0)
             fold.fold(acc.o, acc.pv, rows, range(groups), n * groups)
         pipes.v.consumer_release(state)
 
-    def last_product(self, ops, pipes, rows, acc, state):
-        """P V of block 0."""
-        for n in range(self.config.qk_slices):
-            self.encode_slice(ops, rows, acc, n)
-        pipes.v.consumer_wait(state)
-        self.product(ops, pipes, rows, acc, state)
-
-    def key_scales(self, ops, stage, g):
-        """(k, k, v, v) of the thread's two keys of column group g."""
-        if const_expr(not (self.k_per_token or self.v_per_token)):
-            return None
-        four = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(ops.keys[None, 4 * g + ops.quad, stage], four)
-        return [four[i] for i in range(4)]
+    def key_words(self, ops, state):
+        """V's scales in the block, half2 for each column group of the thread."""
+        groups = self.config.tile_n // 8
+        if not self.v_per_token:
+            bits = {255: 0x5BF8, 127: 0x57F0}[self.problem.p_max]  # in half precision
+            return [Int32(bits << 16 | bits)] * groups
+        words = []
+        for n in range(groups // 4):
+            four = cute.make_rmem_tensor(4, Int32)
+            source = ops.keys[None, ops.quad, state.index]
+            cute.autovec_copy(cute.local_tile(source, (4,), (n,)), four)
+            words += [four[i] for i in range(4)]
+        return words
 
     def block_scales(self, ops, state):
         """Scales of the whole key block."""
         four = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(ops.tile[None, state.index], four)
-        k_factor = Float32(1.0) if const_expr(not self.k_per_token) else four[2]
-        return BlockScales(k_block=four[0], v_block=four[1], k_max=four[2], k_factor=k_factor)
+        return BlockScales(k=four[0], v=four[1], flat=four[2])
+
+
+def _clear(x):
+    """Zeros; a function, since what a loop's own body mutates becomes dynamic."""
+    x.fill(0)
+
+
+def _largest(x):
+    """Of a few floats, NaN left out."""
+    top = Float32(0.0)
+    for i in range(cute.size(x)):
+        top = cute.arch.fmax(top, x[i])
+    return top
 
 
 _DTYPES = {"bfloat16": BFloat16, "float16": Float16}
@@ -641,24 +610,3 @@ def _partition(tma, smem, gmem):
     return cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
     )
-
-
-def fold_spans(num_groups: int, fold_after: int, slices: int) -> list[tuple[int, int]]:
-    """Column groups of the scores (first, past the last) during which each slice of P V is folded.
-
-    A slice is waited for at the first; the next slice starts at the end and has as many groups'
-    time to finish.
-    """
-    first = fold_after * num_groups // 16
-    span = (num_groups - first) / (2 * slices - 1)
-    return [(first + round(2 * n * span), first + round((2 * n + 1) * span)) for n in range(slices)]
-
-
-def _split_points(num_groups: int, every: int) -> tuple[int, ...]:
-    """Column groups before which a branch keeps instructions apart, the end included."""
-    return (*range(every, num_groups, every), num_groups) if every else ()
-
-
-def _share(total, index, parts):
-    """The index-th of ``parts`` nearly equal ranges that make up range(total)."""
-    return range(total * index // parts, total * (index + 1) // parts)

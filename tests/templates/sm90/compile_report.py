@@ -33,7 +33,7 @@ def assemble(ptx: str) -> dict:
     log = done.stdout + done.stderr
     return {
         "spill_stores": sum(map(int, re.findall(r"(\d+) bytes spill stores", log))),
-        "warnings": re.findall(r"Potential Performance Loss.*?in the function", log),
+        "warnings": re.findall(r".*(?:\(C75\d\d\)|Potential Performance Loss).*", log),
     }
 
 

@@ -7,28 +7,44 @@ import math
 import torch
 
 from sage_cute.compile.launch import forward
-from sage_cute.numerics.forward import quantize_q, quantize_v, smooth_keys
+from sage_cute.numerics.forward import (
+    blind_queries,
+    quantize_q,
+    quantize_v,
+    smooth_keys,
+    without_first,
+)
 from sage_cute.numerics.quantize import quantize, token_mean
 from sage_cute.policies import resolve
 
 ORDER = torch.tensor([8 * b + 2 * q + c for q in range(4) for b in range(2) for c in range(2)])
 
 
-def make_inputs(batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, sigma=1.0, seed=0):
-    """bfloat16-exact float32 q, k, v: keys with a mean, a sink with a small value, a zero value."""
+def make_inputs(
+    batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, sigma=1.0, seed=0, spread=0.2
+):
+    """bfloat16-exact float32 q, k, v: keys with a mean, a sink with a small value, a zero value.
+
+    spread: of the values' norms; with 0.2 most blocks are flat, with 1 none.
+    """
     rng = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=rng)
     q = normal(batch, heads, seqlen_q, head_dim) * sigma
     k = normal(batch, kv_heads, seqlen_k, head_dim) * sigma + 2 * normal(1, kv_heads, 1, head_dim)
-    v = normal(batch, kv_heads, seqlen_k, head_dim) * normal(batch, kv_heads, seqlen_k, 1).exp()
+    v = (
+        normal(batch, kv_heads, seqlen_k, head_dim)
+        * (spread * normal(batch, kv_heads, seqlen_k, 1)).exp()
+    )
     v[:, :, 0] *= 0.05
     if seqlen_k > 40:
         v[:, :, 37] = 0.0
     return [x.bfloat16().float() for x in (q, k, v)]
 
 
-def quantized(q, k, v, policy):
+def quantized(q, k, v, policy, causal=False):
     """What the prologue makes of q, k, v: the tensors that ``forward`` takes, on the CPU."""
+    if policy.q_scale == "per_block":
+        q = without_first(q, blind_queries(q.shape[2], k.shape[2], causal))
     smooth_k = smooth_keys(k, token_mean(k), policy)
     q8, _ = quantize_q(q, policy)
     k8 = quantize(smooth_k, 1 if policy.k_scale == "per_token" else policy.block_k)
@@ -66,7 +82,7 @@ def main() -> None:
         policy = resolve(name)
         for causal in (False, True):
             q, k, v = make_inputs(1, 2, 1, 150, 300, 64)
-            tensors = {n: x.cuda() for n, x in quantized(q, k, v, policy).items()}
+            tensors = {n: x.cuda() for n, x in quantized(q, k, v, policy, causal).items()}
             launch(tensors, dtype=torch.bfloat16, scale=0.125, causal=causal, policy=policy)
     torch.cuda.synchronize()
 

@@ -16,9 +16,9 @@ if importlib.util.find_spec("cutlass") is None:
 
 SCRIPT = pathlib.Path(__file__).with_name("compile_report.py")
 POLICIES = ("fast", "sagebwd")  # accurate and int8 have fast's forward: the same kernel
-RARE_BRANCH_SPILLS = 96
-"""Bytes of local memory that head_dim 128 with token scales may take: ptxas puts them into the
-branch that moves the softmax reference, but for four instructions of the main loop."""
+SPILLS = {(128, "fast"): 8, (64, "fast"): 32}
+"""Bytes of local memory that are tolerated: one loop-invariant value read once an iteration at
+head_dim 128, a few outside the main path under a causal mask at 64. Wanted is 0."""
 
 
 def reports(tmp_path: pathlib.Path, cases: list[str]) -> list[dict]:
@@ -58,5 +58,5 @@ def test_tuned_kernels_are_not_serialized_and_do_not_spill(tmp_path, head_dim):
     ]
     for report in reports(tmp_path, cases):
         assert report["warnings"] == [], report
-        allowed = RARE_BRANCH_SPILLS if head_dim == 128 and "fast" in report["case"] else 0
+        allowed = SPILLS.get((head_dim, report["case"].split(",")[3]), 0)
         assert report["spill_stores"] <= allowed, report

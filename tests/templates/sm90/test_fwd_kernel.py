@@ -35,26 +35,35 @@ SHAPES = [  # batch, heads, kv_heads, seqlen_q, seqlen_k
     (1, 1, 1, 5, 640),
     (3, 6, 2, 130, 513),
 ]
+POLICIES = ["fast", "fast:p_scale=per_block", "sagebwd"]
 CONFIGS = {
     "default": {},
-    "sequential": {"overlap": False, "fold_after": 0, "pingpong": False},
+    "serial": {"overlap": False, "pv_slices": 2},
+    "three warpgroups": {
+        "overlap": False,
+        "pv_slices": 2,
+        "num_consumer_wgs": 3,
+        "tile_m": 192,
+    },
     "eager": {"lazy_rescale": False},
     "polynomial": {"exp_fma_of_8": 4},
-    "slices": {"qk_slices": 2, "pv_slices": 2, "fold_after": 4},
     "persistent": {"persistent": True},
-    "turns": {"pingpong": True},
-    "split": {"split_groups": 2},
+    "pingpong": {"pingpong": True},
+    "one warpgroup": {"num_consumer_wgs": 1, "tile_m": 64, "num_stages": 2},
 }
 
 
-def compare(shape, *, head_dim, policy, causal, dtype, scale=None, sigma=1.0, config=None):
-    """Rounding of the output's dtype, and the codes of P that rounding of exp2 moves by one."""
+def compare(
+    shape, *, head_dim, policy, causal, dtype, scale=None, sigma=1.0, spread=0.2, config=None
+):
+    """Within numerics.md's bound for a kernel against the same quantization: rounding of the output
+    and of probabilities (to halves), which moves some codes of P by one."""
     policy = resolve(policy)
     scale = head_dim**-0.5 if scale is None else scale
-    q, k, v = case.make_inputs(*shape, head_dim, sigma)
+    q, k, v = case.make_inputs(*shape, head_dim, sigma, spread=spread)
     expected = sage_forward(q, k, v, scale=scale, causal=causal, policy=policy)
-    tensors = {name: x.cuda() for name, x in case.quantized(q, k, v, policy).items()}
-    if config:
+    tensors = {name: x.cuda() for name, x in case.quantized(q, k, v, policy, causal).items()}
+    if config is not None:
         problem = AttnProblem.of(
             policy, head_dim=head_dim, dtype=str(dtype).split(".")[1], is_causal=causal
         )
@@ -70,19 +79,32 @@ def compare(shape, *, head_dim, policy, causal, dtype, scale=None, sigma=1.0, co
     if seen.any():
         torch.testing.assert_close(lse[seen], expected.lse[seen], rtol=1e-5, atol=1e-5)
         error = (out - expected.out).norm() / expected.out.norm()
-        assert error < 3e-3, error
+        assert error < 5e-3, error
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("policy", ["fast", "sagebwd"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_shapes(shape, causal, policy, head_dim):
     compare(shape, head_dim=head_dim, policy=policy, causal=causal, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_of_very_different_norm(policy, causal):
+    compare(
+        (1, 2, 1, 500, 700),
+        head_dim=64,
+        policy=policy,
+        causal=causal,
+        dtype=torch.bfloat16,
+        spread=2.0,
+    )
+
+
 @pytest.mark.parametrize("head_dim", [32, 96, 256])
-@pytest.mark.parametrize("policy", ["fast", "sagebwd"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_other_head_dims(head_dim, policy):
     compare((2, 4, 2, 200, 333), head_dim=head_dim, policy=policy, causal=True, dtype=torch.float16)
 
@@ -115,17 +137,20 @@ def test_range_of_scores(sigma, scale):
 
 
 def test_nan_scales_poison_the_rows_that_see_them_and_no_others():
-    policy, seqlen, at = resolve("fast"), 400, 200
+    policy, seqlen, at = resolve("fast"), 600, 200
     q, k, v = case.make_inputs(1, 1, 1, seqlen, seqlen, 64)
     arguments = {"dtype": torch.bfloat16, "scale": 0.125, "causal": True, "policy": policy}
     clean = {name: x.cuda() for name, x in case.quantized(q, k, v, policy).items()}
     expected, _ = case.launch(clean, **arguments)
-    for name in ("k_scale", "v_scale"):
+    # K has a scale for 128 keys: the rows that see one of them are poisoned.
+    for name, index, first in (("k_scale", at // 128, at // 128 * 128), ("v_scale", at, at)):
         poisoned = {**clean, name: clean[name].clone()}
-        poisoned[name][..., at] = math.nan
+        poisoned[name][..., index] = math.nan
         out, _ = case.launch(poisoned, **arguments)
-        assert torch.equal(out[:, :, :at], expected[:, :, :at])
-        assert out[:, :, at:].isnan().all()
+        assert torch.isfinite(out[:, :, :first]).all()
+        error = (out[:, :, :first] - expected[:, :, :first]).float().norm()
+        assert error < 3e-3 * expected[:, :, :first].float().norm()
+        assert out[:, :, first:].isnan().all()
     poisoned = {**clean, "q_scale": clean["q_scale"].clone()}
     poisoned["q_scale"][..., at] = math.nan
     out, _ = case.launch(poisoned, **arguments)
