@@ -1,0 +1,429 @@
+"""Launches the backward on CUDA tensors: preprocess, dK and dV, dQ.
+
+Nothing waits. Allocated is the workspace of :func:`workspace_shapes` and nothing else, with
+``torch.empty`` from PyTorch's caching allocator; the launches go to PyTorch's current stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sage_cute.compile import compiler
+from sage_cute.config import ARCHS, Arch, Status
+from sage_cute.config.arch import arch_of
+from sage_cute.config.bwd import (
+    ROW_TILE,
+    BwdProblem,
+    BwdTileConfig,
+    default_bwd_config,
+    supports_bwd,
+    why_no_bwd,
+)
+from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from sage_cute.policies import Policy
+
+LOG2_E = math.log2(math.e)
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdPlan:
+    """Everything that the backward kernels are compiled from: hashable, the key of the cache."""
+
+    problem: BwdProblem
+    config: BwdTileConfig
+    arch: Arch
+    block_q: int = 1  # queries per scale of Q; with has_dlse, of concern to the preprocess only
+    has_dlse: bool = False
+
+    def attention(self) -> BwdPlan:
+        """What the attention kernels depend on."""
+        return dataclasses.replace(self, block_q=1, has_dlse=False)
+
+
+def bwd_plan(
+    problem: BwdProblem,
+    config: BwdTileConfig | None = None,
+    arch: Arch = ARCHS["sm_90a"],
+    *,
+    block_q: int = 1,
+) -> BwdPlan:
+    """The plan for a problem, with the default configuration unless one is given.
+
+    Raises:
+        UnsupportedError: the configuration cannot run; the message says why.
+    """
+    config = config or default_bwd_config(problem)
+    if not (status := supports_bwd(problem, config, arch)):
+        raise UnsupportedError(status.reason)
+    return BwdPlan(problem, config, arch, block_q)
+
+
+def supports(policy: Policy, *, head_dim: int, dtype: torch.dtype, is_causal: bool) -> Status:
+    """Whether a backward kernel exists for a call; the reason if not."""
+    try:
+        _plan(policy, head_dim, dtype, is_causal, None)
+    except (UnsupportedError, DTypeError) as error:
+        return Status(False, str(error))
+    return Status(True)
+
+
+def workspace_shapes(
+    plan: BwdPlan, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of the tensors that one backward allocates.
+
+    For a query head and row (a query that sees any key) and head_dim D: 2 D bytes of Q in
+    bfloat16, D of dO in INT8 (if dP is), 16 of statistics; for a key, 2 D of K in bfloat16, and of
+    V D + 4 in INT8 (if dP is) or 2 D dequantized (if dP takes it so). Statistics are padded to 128
+    rows.
+    """
+    batch, heads, seqlen_q, d = q_shape
+    kv_heads, seqlen_k = k_shape[1:3]
+    p = plan.problem
+    rows = min(seqlen_q, seqlen_k) if p.is_causal else seqlen_q
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "q_hat": ((batch, heads, rows, d), torch.bfloat16),
+        "k_hat": ((batch, kv_heads, seqlen_k, d), torch.bfloat16),
+        "stats": ((batch, heads, -(-rows // ROW_TILE) * ROW_TILE, 4), torch.float32),
+    }
+    keys = batch, kv_heads, seqlen_k, d
+    if p.dp == "int8":
+        shapes["dout8"] = (batch, heads, rows, d), torch.int8
+        shapes["v_hat"] = keys, torch.int8
+        shapes["v_scale"] = (batch, kv_heads, -(-seqlen_k // p.block_v)), torch.float32
+    elif p.block_v:
+        shapes["v_hat"] = keys, torch.bfloat16 if p.dtype == "bfloat16" else torch.float16
+    return shapes
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_codes: Tensor,
+    k_codes: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    scale: float,
+    is_causal: bool,
+    policy: Policy,
+    deterministic: bool = False,
+    config: BwdTileConfig | None = None,
+) -> None:
+    """Gradients of INT8 attention into ``dq``, ``dk`` and ``dv``.
+
+    As :func:`sage_cute.numerics.backward.sage_backward` of the same policy on the same codes.
+
+    Args:
+        dout: (batch, heads, seqlen_q, head_dim), bfloat16 or float16. Any strides; if head_dim is
+            not contiguous or rows do not start on 16 bytes, a contiguous copy is made.
+        dlse: float32 (batch, heads, seqlen_q), the gradient of ``lse``, or None.
+        v: (batch, kv_heads, seqlen_k, head_dim), the forward's; strides as of ``dout``.
+        out: the forward's output, like ``dout``.
+        lse: float32 (batch, heads, seqlen_q): natural log, of the smoothed K.
+        q_codes: int8 (batch, heads, seqlen_q, head_dim), contiguous.
+        k_codes: int8 (batch, kv_heads, seqlen_k, head_dim), contiguous, of the smoothed K.
+        q_scale: float32, one a query or one for ``block_q`` queries, contiguous like the rest.
+        k_scale: float32, one a key or one for ``block_k`` keys.
+        dq: like ``dout``, head_dim contiguous, rows on 16 bytes; overwritten.
+        dk: like ``v``, likewise.
+        dv: like ``v``, likewise.
+        scale: softmax scale, any number.
+        is_causal: query i sees key j iff j <= i + seqlen_k - seqlen_q.
+        policy: the mix.
+        deterministic: the bits are the same every time in either case: no sum runs across CTAs.
+        config: a tile configuration; default: the one for this problem.
+
+    Raises:
+        UnsupportedError: no kernel covers the policy, the head_dim or the layout.
+    """
+    plan = _plan(policy, q_codes.shape[-1], dout.dtype, is_causal, config)
+    _check(plan, dout, dlse, v, out, lse, q_codes, k_codes, q_scale, k_scale, dq, dk, dv)
+    seqlen_q, seqlen_k = q_codes.shape[2], k_codes.shape[2]
+    if q_codes.numel() == 0 or k_codes.numel() == 0:
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+        return
+    if is_causal and seqlen_q > seqlen_k:  # the first queries see no key
+        dq[:, :, : seqlen_q - seqlen_k].zero_()
+    _check_device(dout.device.index)
+    dout, out, v = (_aligned(x) for x in (dout, out, v))
+    dlse = None if dlse is None else dlse.contiguous()
+    shapes = workspace_shapes(plan, tuple(q_codes.shape), tuple(k_codes.shape))
+    w = {
+        name: torch.empty(shape, dtype=dtype, device=dout.device)
+        for name, (shape, dtype) in shapes.items()
+    }
+    dout8, v_hat, v_scale = (w.get(name) for name in ("dout8", "v_hat", "v_scale"))
+    plan = plan if dlse is None else dataclasses.replace(plan, has_dlse=True)
+    compiled_preprocess(plan)(
+        dout,
+        out,
+        lse,
+        dlse,
+        q_codes,
+        q_scale,
+        k_codes,
+        k_scale,
+        v if plan.problem.block_v else None,
+        w["q_hat"],
+        w["k_hat"],
+        dout8,
+        w["stats"],
+        v_hat,
+        v_scale,
+        scale * LOG2_E,
+    )
+    v_dp = v if v_hat is None else v_hat
+    dout_dp = dout if dout8 is None else dout8
+    compiled_keys(plan)(
+        q_codes,
+        k_codes,
+        v_dp,
+        w["q_hat"],
+        dout,
+        dout8,
+        w["stats"],
+        k_scale,
+        v_scale,
+        dk,
+        dv,
+        scale,
+    )
+    rows = w["q_hat"].shape[2]
+    compiled_queries(plan)(
+        q_codes, k_codes, v_dp, w["k_hat"], dout_dp, w["stats"], k_scale, v_scale, dq, rows, scale
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    policy: Policy,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    config: BwdTileConfig | None,
+) -> BwdPlan:
+    if dtype not in _DTYPES:
+        raise DTypeError(f"the backward kernel takes bfloat16 or float16, not {dtype}: cast first")
+    if reason := why_no_bwd(policy):
+        raise UnsupportedError(reason)
+    problem = BwdProblem.of(
+        policy,
+        head_dim=head_dim,
+        dtype=_DTYPES[dtype],  # type: ignore[arg-type]
+        is_causal=is_causal,
+    )
+    block_q = 1 if policy.q_scale == "per_token" else policy.block_q
+    return bwd_plan(problem, config, block_q=block_q)
+
+
+@functools.cache
+def _check_device(device: int) -> None:
+    properties = torch.cuda.get_device_properties(device)
+    if arch_of((properties.major, properties.minor)) is None:
+        raise UnsupportedError(
+            f"{properties.name} has compute capability {properties.major}.{properties.minor}: "
+            "the backward kernels are written for 9.0 (Hopper)"
+        )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """X as the kernels read it: head_dim contiguous, rows on 16 bytes; a copy if it must be."""
+    strides = [8 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    if x.stride(3) != 1 or any(s % 8 or s == 0 for s in strides) or x.data_ptr() % 16:
+        return x.contiguous()
+    return x.as_strided(x.shape, (*strides, 1))
+
+
+def _check(plan: BwdPlan, *tensors: Any) -> None:
+    dout, dlse, v, out, lse, q_codes, k_codes, q_scale, k_scale, dq, dk, dv = tensors
+    batch, heads, seqlen_q, head_dim = q_codes.shape
+    kv_heads, seqlen_k = k_codes.shape[1:3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
+    queries, keys = (batch, heads, seqlen_q, head_dim), (batch, kv_heads, seqlen_k, head_dim)
+    expected = {
+        "dout": (dout, queries),
+        "out": (out, queries),
+        "dq": (dq, queries),
+        "v": (v, keys),
+        "k_codes": (k_codes, keys),
+        "dk": (dk, keys),
+        "dv": (dv, keys),
+        "lse": (lse, queries[:3]),
+        "q_scale": (q_scale, (batch, heads, -(-seqlen_q // plan.block_q))),
+        "k_scale": (k_scale, (batch, kv_heads, -(-seqlen_k // plan.problem.block_k))),
+    }
+    if dlse is not None:
+        expected["dlse"] = dlse, queries[:3]
+    for name, (x, shape) in expected.items():
+        if tuple(x.shape) != shape:
+            raise ShapeError(f"{name} is {tuple(x.shape)}: expected {shape}")
+        wanted = {"k_codes": torch.int8, "lse": torch.float32, "dlse": torch.float32}
+        wanted |= {"q_scale": torch.float32, "k_scale": torch.float32}
+        if x.dtype != wanted.get(name, dout.dtype):
+            raise DTypeError(f"{name} is {x.dtype}: expected {wanted.get(name, dout.dtype)}")
+    inputs = {"q_codes": q_codes, "k_codes": k_codes, "q_scale": q_scale, "k_scale": k_scale}
+    for name, x in {**inputs, "lse": lse}.items():
+        if not x.is_contiguous():
+            raise UnsupportedError(f"{name} is not contiguous: the kernel's inputs must be")
+    for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):
+        if x.stride(-1) != 1 or any(
+            s % 8 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1
+        ):
+            raise UnsupportedError(
+                f"{name} has strides {x.stride()}: head_dim must be contiguous and rows start on "
+                "16 bytes; allocate it with torch.empty"
+            )
+
+
+def compiled_preprocess(plan: BwdPlan) -> Any:
+    """The kernel that runs before attention, compiled at the first call."""
+    return compiler.load("bwd_preprocess", plan, _compile_preprocess)
+
+
+def compiled_keys(plan: BwdPlan) -> Any:
+    """The kernel of dK and dV, compiled at the first call."""
+    return compiler.load("bwd_keys", plan.attention(), _compile_keys)
+
+
+def compiled_queries(plan: BwdPlan) -> Any:
+    """The kernel of dQ, compiled at the first call."""
+    return compiler.load("bwd_queries", plan.attention(), _compile_queries)
+
+
+class _Fakes:
+    """Tensors to compile with: symbolic sizes and strides, the last dimension contiguous."""
+
+    def __init__(self, plan: BwdPlan) -> None:
+        os.environ.setdefault("CUTE_DSL_ARCH", plan.arch.name)
+
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+        self.cute, self.cutlass, self._make = cute, cutlass, make_fake_tensor
+        self.stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[plan.problem.dtype]
+        self.dim = plan.problem.head_dim
+        self.batch, self.heads, self.kv_heads = (cute.sym_int() for _ in range(3))
+        self.seqlen_q, self.seqlen_k, self.rows = (cute.sym_int() for _ in range(3))
+
+    def tensor(self, element: Any, *shape: Any, divisible: int = 1, align: int = 4) -> Any:
+        strides = [self.cute.sym_int64(divisibility=divisible) for _ in shape[1:]]
+        return self._make(element, shape, (*strides, 1), assumed_align=align)
+
+    def queries(self, element: Any, tokens: Any = None) -> Any:
+        return self._tokens(element, self.heads, self.seqlen_q if tokens is None else tokens)
+
+    def keys(self, element: Any) -> Any:
+        return self._tokens(element, self.kv_heads, self.seqlen_k)
+
+    def _tokens(self, element: Any, heads: Any, tokens: Any) -> Any:
+        divisible = 128 // element.width
+        return self.tensor(
+            element, self.batch, heads, tokens, self.dim, divisible=divisible, align=16
+        )
+
+    def flat(self, element: Any, heads: Any, size: Any = None, align: int = 4) -> Any:
+        size = self.cute.sym_int() if size is None else size
+        divisible = align * 8 // element.width
+        return self.tensor(element, self.batch, heads, size, divisible=divisible, align=align)
+
+    def compile(self, kernel: Any, *arguments: Any) -> Any:
+        return self.cute.compile(kernel, *arguments, self.stream, options="--enable-tvm-ffi")
+
+    def stats(self) -> Any:
+        float32 = self.cutlass.Float32
+        shape = self.batch, self.heads, self.cute.sym_int(), 4
+        return self.tensor(float32, *shape, divisible=4, align=16)
+
+
+def _compile_preprocess(plan: BwdPlan) -> Any:
+    f = _Fakes(plan)
+
+    from sage_cute.templates.quant.bwd_prologue import BwdPrologue
+
+    float32, int8, bfloat16 = f.cutlass.Float32, f.cutlass.Int8, f.cutlass.BFloat16
+    int8_dp = plan.problem.dp == "int8"
+    arguments = (
+        f.queries(f.dtype),
+        f.queries(f.dtype),
+        f.flat(float32, f.heads, f.seqlen_q),
+        f.flat(float32, f.heads, f.seqlen_q) if plan.has_dlse else None,
+        f.queries(int8),
+        f.flat(float32, f.heads),
+        f.keys(int8),
+        f.flat(float32, f.kv_heads),
+        f.keys(f.dtype) if plan.problem.block_v else None,
+        f.queries(bfloat16, f.rows),
+        f.keys(bfloat16),
+        f.queries(int8, f.rows) if int8_dp else None,
+        f.stats(),
+        f.keys(int8 if int8_dp else f.dtype) if plan.problem.block_v else None,
+        f.flat(float32, f.kv_heads) if int8_dp else None,
+    )
+    kernel = BwdPrologue(plan.problem, plan.block_q)
+    return f.compile(kernel, *arguments, float32(0.0))
+
+
+def _compile_keys(plan: BwdPlan) -> Any:
+    f = _Fakes(plan)
+
+    from sage_cute.templates.sm90.bwd import SageBwdSm90
+
+    float32, int8, bfloat16 = f.cutlass.Float32, f.cutlass.Int8, f.cutlass.BFloat16
+    int8_dp = plan.problem.dp == "int8"
+    arguments = (
+        f.queries(int8),
+        f.keys(int8),
+        f.keys(int8 if int8_dp else f.dtype),
+        f.queries(bfloat16, f.rows),
+        f.queries(f.dtype),
+        f.queries(int8, f.rows) if int8_dp else None,
+        f.stats(),
+        f.flat(float32, f.kv_heads),
+        f.flat(float32, f.kv_heads) if int8_dp else None,
+        f.keys(f.dtype),
+        f.keys(f.dtype),
+    )
+    return f.compile(SageBwdSm90(plan.problem, plan.config), *arguments, float32(0.0))
+
+
+def _compile_queries(plan: BwdPlan) -> Any:
+    f = _Fakes(plan)
+
+    from sage_cute.templates.sm90.bwd_dq import SageBwdDqSm90
+
+    float32, int8, bfloat16 = f.cutlass.Float32, f.cutlass.Int8, f.cutlass.BFloat16
+    int8_dp = plan.problem.dp == "int8"
+    arguments = (
+        f.queries(int8),
+        f.keys(int8),
+        f.keys(int8 if int8_dp else f.dtype),
+        f.keys(bfloat16),
+        f.queries(int8, f.rows) if int8_dp else f.queries(f.dtype),
+        f.stats(),
+        f.flat(float32, f.kv_heads),
+        f.flat(float32, f.kv_heads) if int8_dp else None,
+        f.queries(f.dtype),
+    )
+    kernel = SageBwdDqSm90(plan.problem, plan.config)
+    return f.compile(kernel, *arguments, f.cutlass.Int32(0), float32(0.0))

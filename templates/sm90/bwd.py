@@ -1,0 +1,587 @@
+"""INT8 attention backward for Hopper, dK and dV: S and dP in INT8, the gradients in 16 bit."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int8, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from sage_cute.config import ARCHS, Status
+from sage_cute.config.bwd import BwdProblem, BwdTileConfig, consumer_registers, supports_bwd
+from sage_cute.config.constraints import PRODUCER_REGISTERS
+from sage_cute.templates.base import AttnTemplate
+from sage_cute.templates.blocks import bwd_products as products
+from sage_cute.templates.blocks import bwd_scores, ptx
+from sage_cute.templates.blocks.bwd_params import (
+    BwdKeyOperands,
+    BwdPipes,
+    BwdShared,
+    BwdTensors,
+    BwdWork,
+)
+from sage_cute.templates.blocks.bwd_schedule import Slot, bwd_tile, first_query, query_span
+from sage_cute.templates.blocks.magic import MAGIC
+
+ARCH = ARCHS["sm_90a"]
+
+
+class SageBwdSm90(AttnTemplate):
+    """dK and dV, on what ``quant.bwd_prologue`` made.
+
+    dQ has a kernel of its own (``sm90.bwd_dq``): its sum over keys runs across CTAs here. Adding it
+    up in global memory costs shared-memory bandwidth and a barrier between warpgroups, more than S
+    and dP in INT8 once more (docs/backward-kernel.md).
+
+    Layouts (global memory; rows: the queries that see a key, the last seqlen_k of a longer causal
+    seqlen_q, else all; r is query seqlen_q - rows + r)
+        q_codes, k_codes  int8 (batch, heads, seqlen, head_dim), contiguous
+        v                 (batch, kv_heads, seqlen_k, head_dim): int8 codes, or 16 bit as given
+        q_hat             bfloat16 (batch, heads, rows, head_dim): do_scale times dequantized Q
+        dout              (batch, heads, seqlen_q, head_dim), head_dim contiguous, rows on 16 bytes
+        dout8             int8 (batch, heads, rows, head_dim), if dP is INT8
+        stats             float32 (batch, heads, rows padded to 128, 4): q_scale scale log2 e, LSE
+                          in log2 units, -delta / do_scale, do_scale; (0, inf, 0, 0) behind the rows
+        k_scale, v_scale  float32 (batch, kv_heads, groups of keys)
+        dk, dv            (batch, kv_heads, seqlen_k, head_dim), head_dim contiguous
+
+    Roles
+        warp 0            TMA: K and V once; for each tile of queries of each head of the group Q
+                          and dO of S and dP, then dO and Q^ of dV and dK
+        warp 1            statistics of the queries, with the keys' scale, into the stage
+        warps 2, 3        nothing (they complete the warpgroup that gives up its registers)
+        warps 4 ... 11    two consumer warpgroups, 64 keys each
+
+    Pipelines (producer -> consumer; arrivals on full, on empty)
+        kept    warp 0 -> consumers, 1 stage       1 + bytes, -
+        codes   warps 0 and 1 -> consumers         2 + bytes, one a consumer warp
+        values  warp 0 -> consumers                1 + bytes, one a consumer warp
+
+    Shared memory
+        K, V (tile_n, head_dim); Q, dO (tile_m, head_dim, stages), Q^, dO (tile_m, columns, stages),
+        statistics of pairs of queries (4, tile_m / 2, stages) for S, (2, tile_m / 2, stages) for dP
+
+    A consumer's step on tile i: issue S^T = K Q^T, dP^T = V dO^T of i and dK += dS^T Q of i - 1 ->
+    wait for S, P -> issue dV += P^T dO -> wait for dP, dP - delta -> wait for dK, dS -> wait for
+    dV. Warpgroups share nothing but what they load, so that one computes while the other's products
+    run. All products are waited for in the step that issues them: what is in flight around a loop
+    is serialized by ptxas. Steps come in groups of ``num_stages``, so that buffers have indices
+    known at compile time; the groups that need a mask come first.
+    """
+
+    family = "sm90"
+    direction = "bwd"
+    roles = ("tma", "statistics", "consumer")
+
+    def __init__(self, problem: BwdProblem, config: BwdTileConfig) -> None:
+        """Static facts only; ask ``supports`` first."""
+        self.problem, self.config = problem, config
+        self.dtype = products.DTYPES[problem.dtype]
+        self.dim = problem.padded_dim
+        self.columns = self.dim // config.column_splits
+        self.int8_dp = problem.dp == "int8"
+        self.v_type = Int8 if self.int8_dp else self.dtype
+        self.k_uniform = problem.block_k % config.tile_n == 0
+        # dO serves dP and dV alike if dP is in 16 bit: then dV takes its columns of it.
+        self.dout_columns = self.columns if self.int8_dp else self.dim
+        self.threads = 128 * (1 + config.num_consumer_wgs)
+        self.consumer_registers = consumer_registers(config.num_consumer_wgs, ARCH)
+
+    @staticmethod
+    def supports(problem: BwdProblem, config: BwdTileConfig) -> Status:
+        """Whether this template can be built for a problem and a configuration."""
+        return supports_bwd(problem, config, ARCH)
+
+    @cute.jit
+    def __call__(
+        self,
+        q_codes: cute.Tensor,
+        k_codes: cute.Tensor,
+        v: cute.Tensor,
+        q_hat: cute.Tensor,
+        dout: cute.Tensor,
+        dout8: cute.Tensor | None,
+        stats: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor | None,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        """Launches the kernel, one CTA a tile of keys (and column split)."""
+        c, d, cols = self.config, self.dim, self.columns
+        rows_first = products.rows_first
+        layouts = self.layouts()
+        q = products.tma(rows_first(q_codes), layouts.q, (c.tile_m, d))
+        k = products.tma(rows_first(k_codes), layouts.k, (c.tile_n, d))
+        v_ = products.tma(rows_first(v), layouts.v, (c.tile_n, d))
+        qh = products.tma(rows_first(q_hat), layouts.q_hat, (c.tile_m, cols))
+        do = products.tma(rows_first(dout), layouts.dout, (c.tile_m, self.dout_columns))
+        do8 = None, None
+        if const_expr(self.int8_dp):
+            do8 = products.tma(rows_first(dout8), layouts.q, (c.tile_m, d))
+
+        array = products.array
+
+        @cute.struct
+        class Storage:
+            kept_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            codes_barriers: cute.struct.MemRange[cutlass.Int64, c.num_stages * 2]
+            values_barriers: cute.struct.MemRange[cutlass.Int64, c.num_stages * 2]
+            k: array(Int8, cute.cosize(layouts.k))
+            v: array(self.v_type, cute.cosize(layouts.v))
+            q: array(Int8, cute.cosize(layouts.q))
+            dout8: array(Int8, cute.cosize(layouts.q) if self.int8_dp else 0)
+            q_hat: array(BFloat16, cute.cosize(layouts.q_hat))
+            dout: array(self.dtype, cute.cosize(layouts.dout))
+            scores: array(Float32, c.num_stages * c.tile_m * 2, 128)
+            gradients: array(Float32, c.num_stages * c.tile_m, 128)
+
+        self.Storage = Storage
+        num_tiles = cute.ceil_div(k_codes.shape[2], c.tile_n) * dk.shape[0] * dk.shape[1]
+        self.kernel(
+            BwdTensors(q[0], k[0], v_[0], do8[0], (do[0], qh[0]), None, None, None, None),
+            BwdTensors(
+                q[1], k[1], v_[1], do8[1], (do[1], qh[1]), stats, k_scale, v_scale, (dk, dv)
+            ),
+            scale,
+            (layouts.q, layouts.k, layouts.v, layouts.dout, layouts.q_hat),
+            self.mmas(),
+        ).launch(
+            grid=(num_tiles * c.column_splits, 1, 1),
+            block=[self.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def mmas(self):
+        """S, dP, dV and dK."""
+        c, wgs = self.config, self.config.num_consumer_wgs
+        return (
+            products.scores_mma(wgs, c.tile_m, Int8),
+            products.scores_mma(wgs, c.tile_m, self.v_type),
+            products.gradient_mma(wgs, self.columns, self.dtype),
+            products.gradient_mma(wgs, self.columns, BFloat16),
+        )
+
+    def layouts(self):
+        """Layouts in shared memory, all swizzled."""
+        c, d, cols = self.config, self.dim, self.columns
+        make = products.smem_layout
+        return SimpleNamespace(
+            q=make(Int8, d, (c.tile_m, d, c.num_stages)),
+            k=make(Int8, d, (c.tile_n, d)),
+            v=make(self.v_type, d, (c.tile_n, d)),
+            q_hat=make(BFloat16, cols, (c.tile_m, cols, c.num_stages)),
+            dout=make(self.dtype, cols, (c.tile_m, self.dout_columns, c.num_stages)),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma: BwdTensors,
+        gmem: BwdTensors,
+        scale: Float32,
+        layouts: tuple,
+        mmas: tuple,
+    ):
+        """Allocates, builds the pipelines and dispatches the roles."""
+        c, d, stages = self.config, self.dim, self.config.num_stages
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        consumers = 4 * c.num_consumer_wgs
+        pipe = partial(products.pipe, consumers=consumers)
+        v_bytes = self.v_type.width // 8
+        value_bytes = c.tile_m * 2 * (self.columns + self.dout_columns)
+        code_bytes = c.tile_m * d * (2 if self.int8_dp else 1)
+        pipes = BwdPipes(
+            kept=pipe(storage.kept_barriers, 1, 1, tx_bytes=c.tile_n * d * (1 + v_bytes)),
+            codes=pipe(storage.codes_barriers, stages, 2, tx_bytes=code_bytes),
+            values=pipe(storage.values_barriers, stages, 1, tx_bytes=value_bytes),
+        )
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        q, k, v, dout, q_hat = layouts
+        tensor = lambda memory, layout: memory.get_tensor(layout.outer, swizzle=layout.inner)
+        smem = BwdShared(
+            q=tensor(storage.q, q),
+            k=tensor(storage.k, k),
+            v=tensor(storage.v, v),
+            dout=tensor(storage.dout8, q) if const_expr(self.int8_dp) else None,
+            values=(tensor(storage.dout, dout), tensor(storage.q_hat, q_hat)),
+            stats=(
+                storage.scores.get_tensor(cute.make_layout((4, c.tile_m // 2, stages))),
+                storage.gradients.get_tensor(cute.make_layout((2, c.tile_m // 2, stages))),
+            ),
+        )
+        work = self.work(gmem)
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == 0:
+                self.load(gmem, smem, pipes, work, tma)
+            if warp_index == 1:
+                self.load_statistics(gmem, smem, pipes, work)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+
+    def work(self, gmem):
+        """What this CTA works on."""
+        c = self.config
+        rows, seqlen_k = gmem.values[1].shape[0], gmem.k.shape[0]
+        offset = cutlass.max(seqlen_k - rows, 0)
+        tile = bwd_tile(
+            cute.arch.block_idx()[0],
+            cute.ceil_div(seqlen_k, c.tile_n),
+            c.column_splits,
+            gmem.k.shape[2],
+        )
+        span = query_span(
+            tile.block,
+            rows,
+            seqlen_k,
+            offset,
+            tile_m=c.tile_m,
+            tile_n=c.tile_n,
+            stages=c.num_stages,
+            causal=self.problem.is_causal,
+        )
+        group = gmem.q.shape[2] // gmem.k.shape[2]
+        return BwdWork(rows, gmem.q.shape[0] - rows, seqlen_k, offset, group, tile, span)
+
+    @cute.jit
+    def load(self, gmem, smem, pipes, work, tma):
+        """Warp 0: all tiles."""
+        c, d = self.config, self.dim
+        tile, span = work.tile, work.span
+        state = products.producer_state(1)
+        pipes.kept.producer_acquire(state)
+        bar = pipes.kept.producer_get_barrier(state)
+        for atom, shared, tensor in ((tma.k, smem.k, gmem.k), (tma.v, smem.v, gmem.v)):
+            of_head = tensor[None, None, tile.head, tile.batch]
+            s, g = products.partition(
+                atom, shared, cute.local_tile(of_head, (c.tile_n, d), (tile.block, 0))
+            )
+            cute.copy(atom, g, s, tma_bar_ptr=bar)
+
+        state = products.producer_state(c.num_stages)
+        split = tile.split if const_expr(c.column_splits > 1) else 0
+        whole = const_expr(self.dout_columns == d)
+        for h in cutlass.range(work.group, unroll=1):
+            head = tile.head * work.group + h
+            row = span.first * c.tile_m
+            tiles = partial(self.tiles_of, head=head, batch=tile.batch)
+            sQ, tQ = products.partition(tma.q, smem.q, tiles(gmem.q, row + work.blind, d, 0))
+            sdO, tdO = products.partition(
+                tma.values[0],
+                smem.values[0],
+                tiles(gmem.values[0], row + work.blind, self.dout_columns, 0 if whole else split),
+            )
+            sQh, tQh = products.partition(
+                tma.values[1], smem.values[1], tiles(gmem.values[1], row, self.columns, split)
+            )
+            if const_expr(self.int8_dp):
+                sdO8, tdO8 = products.partition(tma.dout, smem.dout, tiles(gmem.dout, row, d, 0))
+            for i in cutlass.range(span.num_tiles, unroll=1):
+                at = state.index
+                pipes.codes.producer_acquire(state)
+                bar = pipes.codes.producer_get_barrier(state)
+                cute.copy(tma.q, tQ[None, i], sQ[None, at], tma_bar_ptr=bar)
+                if const_expr(self.int8_dp):
+                    cute.copy(tma.dout, tdO8[None, i], sdO8[None, at], tma_bar_ptr=bar)
+                pipes.values.producer_acquire(state)
+                bar = pipes.values.producer_get_barrier(state)
+                cute.copy(tma.values[0], tdO[None, i], sdO[None, at], tma_bar_ptr=bar)
+                cute.copy(tma.values[1], tQh[None, i], sQh[None, at], tma_bar_ptr=bar)
+                state.advance()
+
+    def tiles_of(self, tensor, row, columns, split, *, head, batch):
+        """Tiles of tile_m rows from ``row`` on, of a share of the columns."""
+        behind = cute.domain_offset((row, 0), tensor[None, None, head, batch])
+        return cute.local_tile(behind, (self.config.tile_m, columns), (None, split))
+
+    @cute.jit
+    def load_statistics(self, gmem, smem, pipes, work):
+        """Warp 1: what P and dS need of each query, two queries a lane."""
+        c, tile, span = self.config, work.tile, work.span
+        lane = cute.arch.lane_idx()
+        state = products.producer_state(c.num_stages)
+        k_scale = Float32(1.0)
+        if const_expr(self.k_uniform):
+            group = tile.block * c.tile_n // self.problem.block_k
+            k_scale = gmem.k_scale[tile.batch, tile.head, group]
+        last = work.rows - 1
+        for h in cutlass.range(work.group, unroll=1):
+            stats = gmem.stats[tile.batch, tile.head * work.group + h, None, None]
+            for i in cutlass.range(span.num_tiles, unroll=1):
+                row = (span.first + i) * c.tile_m + 2 * lane
+                for t in cutlass.range_constexpr(cute.ceil_div(c.tile_m, 64)):
+                    loaded = cute.make_rmem_tensor((4, 2), Float32)
+                    for n in cutlass.range_constexpr(2):
+                        # behind the rows' padding: whatever is there, made invisible below
+                        source = cutlass.min(row + 64 * t + n, last)
+                        cute.autovec_copy(stats[source, None], loaded[None, n])
+                    if const_expr(t == 0):
+                        pipes.codes.sync_object_empty.wait(state.index, state.phase)
+                    if lane + 32 * t < c.tile_m // 2:
+                        at = lane + 32 * t, state.index
+                        self.store_statistics(smem.stats, loaded, k_scale, row + 64 * t, last, at)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(pipes.codes.producer_get_barrier(state))
+                state.advance()
+
+    @cute.jit
+    def store_statistics(self, sStats, loaded, k_scale, row, last, at):
+        """(factor, factor, bias, bias) of S and (bias, bias) of dP for two queries."""
+        scores = cute.make_rmem_tensor(4, Float32)
+        gradients = cute.make_rmem_tensor(2, Float32)
+        for n in cutlass.range_constexpr(2):
+            factor, lse, gradients[n] = loaded[0, n] * k_scale, loaded[1, n], loaded[2, n]
+            if row + n > last:
+                factor, lse, gradients[n] = Float32(0.0), Float32(float("inf")), Float32(0.0)
+            scores[n], scores[2 + n] = factor, -lse
+            if const_expr(self.k_uniform):
+                scores[2 + n] = ptx.fma(factor, Float32(-MAGIC), -lse)
+        cute.autovec_copy(scores, sStats[0][None, at[0], at[1]])
+        cute.autovec_copy(gradients, sStats[1][None, at[0], at[1]])
+
+    def operands(self, tidx, wg, gmem, smem, work, mmas):
+        """Fragments of the four products, and what belongs to the thread's two keys."""
+        c, cols, stages = self.config, self.columns, self.config.num_stages
+        mma_s, mma_dp, mma_dv, mma_dk = mmas
+        slot = cute.make_layout(c.num_consumer_wgs, stride=128)(wg)
+        s, dp, dv, dk = [m.get_slice(slot) for m in mmas]
+        dout, q_hat = smem.values
+        dout_dv = dout
+        if const_expr(self.dout_columns != cols):
+            dout_dv = cute.local_tile(dout, (c.tile_m, cols, stages), (0, work.tile.split, 0))
+        shape = c.tile_n, c.tile_m
+        first = mma_s.get_slice(tidx).partition_C(cute.make_identity_tensor(shape))[0]
+        k_scale, v_scale = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
+        first_seen = []
+        for r in range(2):
+            key = work.tile.block * c.tile_n + first[0] + 8 * r
+            self.scales_of(key, r, gmem, work, k_scale, v_scale)
+            seen = first_query(key, work.seqlen_k, work.offset, causal=self.problem.is_causal)
+            first_seen.append(seen - first[1])
+        p = mma_dv.make_fragment_A(mma_dv.partition_shape_A(shape))
+        ds = mma_dk.make_fragment_A(mma_dk.partition_shape_A(shape))
+        p_words = bwd_scores.as_words(p)
+        p_bf16 = p_words
+        if const_expr(self.dtype is not BFloat16):
+            p_bf16 = cute.make_rmem_tensor(cute.size(p_words), Int32)
+        return BwdKeyOperands(
+            mmas=mmas,
+            k=mma_s.make_fragment_A(s.partition_A(smem.k)),
+            q=mma_s.make_fragment_B(s.partition_B(smem.q)),
+            v=mma_dp.make_fragment_A(dp.partition_A(smem.v)),
+            dout=mma_dp.make_fragment_B(dp.partition_B(smem.dout if self.int8_dp else dout)),
+            p=p,
+            dout_t=mma_dv.make_fragment_B(
+                dv.partition_B(products.turned(dout_dv, cols, c.tile_m, stages))
+            ),
+            ds_t=ds,
+            q_t=mma_dk.make_fragment_B(
+                dk.partition_B(products.turned(q_hat, cols, c.tile_m, stages))
+            ),
+            p_words=p_words,
+            p_bf16=p_bf16,
+            ds_words=bwd_scores.as_words(ds),
+            s_shape=mma_s.partition_shape_C(shape),
+            stats=smem.stats,
+            quad=tidx % 4,
+            k_scale=None if self.k_uniform else k_scale,
+            v_scale=v_scale if self.int8_dp else None,
+            first_seen=first_seen,
+        )
+
+    @cute.jit
+    def scales_of(self, key, r: cutlass.Constexpr[int], gmem, work, k_scale, v_scale):
+        """Factors of a key with their bias; 0 where there is no key."""
+        k, v = Float32(0.0), Float32(0.0)
+        if key < work.seqlen_k:
+            if const_expr(not self.k_uniform):
+                group = key // self.problem.block_k
+                k = gmem.k_scale[work.tile.batch, work.tile.head, group]
+            if const_expr(self.int8_dp):
+                group = key // self.problem.block_v
+                v = gmem.v_scale[work.tile.batch, work.tile.head, group]
+        k_scale[r, 0], k_scale[r, 1] = bwd_scores.with_bias(k)
+        v_scale[r, 0], v_scale[r, 1] = bwd_scores.with_bias(v)
+
+    @cute.jit
+    def consume(self, tidx, gmem, smem, pipes, work, scale, mmas):
+        """A consumer warpgroup: dK and dV of its 64 keys."""
+        c, span = self.config, work.span
+        wg = cute.arch.make_warp_uniform(tidx // 128)
+        ops = self.operands(tidx, wg, gmem, smem, work, mmas)
+        out_shape = mmas[2].partition_shape_C((c.tile_n, self.columns))
+        acc_dK = cute.make_rmem_tensor(out_shape, Float32)
+        acc_dV = cute.make_rmem_tensor(out_shape, Float32)
+        acc_dK.fill(0.0)
+        acc_dV.fill(0.0)
+        phase = Int32(0)
+        pipes.kept.consumer_wait(products.consumer_state(1))
+        walk = partial(self.walk, ops, pipes, acc_dK, acc_dV, span)
+        for _ in cutlass.range(work.group, unroll=1):
+            walk(Int32(0), phase, True, True)
+            phase = phase ^ 1
+            for g in cutlass.range(1, span.num_masked, unroll=1):
+                walk(g, phase, False, True)
+                phase = phase ^ 1
+            for g in cutlass.range(span.num_masked, span.num_groups, unroll=1):
+                walk(g, phase, False, False)
+                phase = phase ^ 1
+            warpgroup.fence()
+            last = Slot(c.num_stages - 1, phase)
+            self.issue_dk(ops, acc_dK, last)
+            warpgroup.wait_group(0)
+            pipes.values.consumer_release(last)
+        self.store(gmem, work, mmas[2], acc_dK, gmem.out[0], scale)
+        self.store(gmem, work, mmas[2], acc_dV, gmem.out[1], Float32(1.0))
+
+    def walk(self, ops, pipes, acc_dK, acc_dV, span, group, phase, first: bool, masked: bool):
+        """Steps on a group of tiles, as many as there are buffers."""
+        stages = self.config.num_stages
+        for n in range(stages):
+            before, now = Slot((n - 1) % stages, phase), Slot(n, phase)
+            m = span.first + group * stages + n if masked else 0
+            self.step(ops, pipes, acc_dK, acc_dV, before, now, m, first and n == 0, masked)
+
+    @cute.jit
+    def step(
+        self,
+        ops,
+        pipes,
+        acc_dK,
+        acc_dV,
+        before: cutlass.Constexpr,
+        now,
+        m,
+        first: cutlass.Constexpr[bool],
+        masked: cutlass.Constexpr[bool],
+    ):
+        """P, dV and dS of tile m, dK of the tile before."""
+        pipes.codes.consumer_wait(now)
+        acc_S = cute.make_rmem_tensor(ops.s_shape, Int32)
+        acc_dP = cute.make_rmem_tensor(ops.s_shape, Int32 if self.int8_dp else Float32)
+        if const_expr(not self.int8_dp):
+            pipes.values.consumer_wait(now)
+        self.issue_scores(ops, acc_S, acc_dP, now)
+        if const_expr(not first):
+            self.issue_dk(ops, acc_dK, before)
+        seen = None
+        if const_expr(masked):
+            seen = [ops.first_seen[r] - m * self.config.tile_m for r in range(2)]
+        visible = (lambda r, j, c: 8 * j + c >= seen[r]) if const_expr(masked) else None
+
+        columns = self.statistics(ops, now.index, 0, self.config.ahead)
+        warpgroup.wait_group(1 if first else 2)
+        words, targets = [ops.p_words], [self.dtype]
+        if const_expr(self.dtype is not BFloat16):
+            words, targets = [ops.p_words, ops.p_bf16], [self.dtype, BFloat16]
+        exponent = partial(self.exponent, ops, columns)
+        bwd_scores.probabilities(acc_S, words, exponent, visible, targets)
+        if const_expr(self.int8_dp):
+            pipes.values.consumer_wait(now)
+        self.issue_dv(ops, acc_dV, now)
+
+        columns = self.statistics(ops, now.index, 1, 2 * self.config.ahead)
+        warpgroup.wait_group(1 if first else 2)
+        difference = partial(self.difference, ops, columns)
+        packed = None
+        if const_expr(self.config.packed_ds):
+            packed = cute.make_rmem_tensor(cute.size(ops.ds_words), Int32)
+        bwd_scores.gradients(acc_dP, packed, difference, visible)
+        pipes.codes.consumer_release(now)
+        warpgroup.wait_group(1)
+        bwd_scores.multiply(ops.p_bf16, acc_dP if packed is None else packed, ops.ds_words)
+        if const_expr(not first):
+            pipes.values.consumer_release(before)
+        warpgroup.wait_group(0)
+
+    def statistics(self, ops, stage, which, ahead):
+        """Statistics of the thread's two queries of column group j, loaded once for both rows.
+
+        The first ``ahead`` groups are loaded at once, and each later one that many groups early.
+        """
+        groups, loaded = self.config.tile_m // 8, {}
+
+        def load(j):
+            if j < groups and j not in loaded:
+                some = cute.make_rmem_tensor(4 - 2 * which, Float32)
+                cute.autovec_copy(ops.stats[which][None, 4 * j + ops.quad, stage], some)
+                loaded[j] = [some[i] for i in range(4 - 2 * which)]
+
+        def columns(j):
+            load(j)
+            load(j + ahead)
+            return loaded[j]
+
+        for j in range(ahead):
+            load(j)
+        return columns
+
+    def exponent(self, ops, columns, r, j):
+        """S - L of the thread's key r and its queries of column group j."""
+        four = columns(j)
+
+        def z(c, x):
+            if const_expr(ops.k_scale is not None):
+                x = ptx.fma(x, ops.k_scale[r, 0], ops.k_scale[r, 1])
+            return ptx.fma(x, four[c], four[2 + c])
+
+        return z
+
+    def difference(self, ops, columns, r, j):
+        """(dP - delta) / do_scale."""
+        two = columns(j)
+
+        def t(c, x):
+            if const_expr(ops.v_scale is not None):
+                x = ptx.fma(x, ops.v_scale[r, 0], ops.v_scale[r, 1])
+            return x + two[c]
+
+        return t
+
+    def issue_scores(self, ops, acc_S, acc_dP, state):
+        """Starts S^T = K Q^T and dP^T = V dO^T."""
+        q = ops.q[None, None, None, state.index]
+        products.issue(ops.mmas[0], acc_S, self.dim // 32, ops.k, q, True)
+        num_k = self.dim // (32 if self.int8_dp else 16)
+        dout = ops.dout[None, None, None, state.index]
+        products.issue(ops.mmas[1], acc_dP, num_k, ops.v, dout)
+
+    def issue_dv(self, ops, acc, state):
+        """Starts dV += P^T dO."""
+        dout = ops.dout_t[None, None, None, state.index]
+        products.issue(ops.mmas[2], acc, self.config.tile_m // 16, ops.p, dout, True, True)
+
+    def issue_dk(self, ops, acc, state):
+        """Starts dK += dS^T Q."""
+        q = ops.q_t[None, None, None, state.index]
+        products.issue(ops.mmas[3], acc, self.config.tile_m // 16, ops.ds_t, q, False, True)
+
+    @cute.jit
+    def store(self, gmem, work, mma, acc, target, factor):
+        """A 64-key share of dK or dV."""
+        c, tile = self.config, work.tile
+        tidx = ptx.thread_index() - 128
+        identity = cute.make_identity_tensor((c.tile_n, self.columns))
+        first = mma.get_slice(tidx).partition_C(identity)[0]
+        gX = target[tile.batch, tile.head, None, None]
+        groups = const_expr(min(self.columns, self.problem.head_dim) // 8)
+        for r in cutlass.range_constexpr(2):
+            key = tile.block * c.tile_n + first[0] + 8 * r
+            if key < work.seqlen_k:
+                for j in cutlass.range_constexpr(groups):
+                    pair = cute.make_rmem_tensor(2, self.dtype)
+                    for x in cutlass.range_constexpr(2):
+                        pair[x] = (acc[x + 2 * r + 4 * j] * factor).to(self.dtype)
+                    column = tile.split * self.columns + 8 * j + first[1]
+                    cute.autovec_copy(pair, cute.local_tile(gX[key, None], (2,), (column // 2,)))

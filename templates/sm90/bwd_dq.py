@@ -1,0 +1,489 @@
+"""INT8 attention backward for Hopper, dQ: S and dP in INT8, the gradient in 16 bit."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int8, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from sage_cute.config import ARCHS, Status
+from sage_cute.config.bwd import BwdProblem, BwdTileConfig, consumer_registers, supports_bwd
+from sage_cute.config.constraints import PRODUCER_REGISTERS
+from sage_cute.templates.base import AttnTemplate
+from sage_cute.templates.blocks import bwd_products as products
+from sage_cute.templates.blocks import bwd_scores, ptx
+from sage_cute.templates.blocks.bwd_params import (
+    BwdPipes,
+    BwdQueryOperands,
+    BwdShared,
+    BwdTensors,
+    BwdWork,
+)
+from sage_cute.templates.blocks.bwd_schedule import Slot, bwd_tile, key_span, visible_keys
+from sage_cute.templates.blocks.magic import MAGIC
+
+ARCH = ARCHS["sm_90a"]
+
+
+class SageBwdDqSm90(AttnTemplate):
+    """dQ = scale dS K, on what ``quant.bwd_prologue`` made.
+
+    Layouts (global memory): those of ``sm90.bwd``, and
+        k_hat  bfloat16 (batch, kv_heads, seqlen_k, head_dim), the dequantized codes
+        dq     (batch, heads, seqlen_q, head_dim), head_dim contiguous; the queries that see no key
+               are not written
+
+    Roles
+        warp 0            TMA: Q and dO of the tile of queries once; for each tile of keys K and V,
+                          then K^
+        warp 1            scales of the keys into the stage
+        warps 2, 3        nothing (they complete the warpgroup that gives up its registers)
+        warps 4 ...       consumer warpgroups, 64 queries each
+
+    Pipelines (producer -> consumer; arrivals on full, on empty)
+        kept    warp 0 -> consumers, 1 stage       1 + bytes, -
+        codes   warps 0 and 1 -> consumers         2 + bytes, one a consumer warp
+        values  warp 0 -> consumers                1 + bytes, one a consumer warp
+
+    Shared memory
+        Q, dO (tile_m, head_dim); K, V, K^ (tile_n, head_dim, stages); scales of K and of V
+        (tile_n, 2, stages)
+
+    A consumer's step on tile j (from the last one that a query sees to 0): issue S = Q K^T,
+    dP = dO V^T of j and dQ += dS K of j + 1 -> wait for S, P -> wait for dP, dP - delta -> wait
+    for dQ, dS. What belongs to a query stays in registers. Steps come in groups of
+    ``dq_num_stages``, as in ``sm90.bwd``.
+    """
+
+    family = "sm90"
+    direction = "bwd"
+    roles = ("tma", "scales", "consumer")
+
+    def __init__(self, problem: BwdProblem, config: BwdTileConfig) -> None:
+        """Static facts only; ask ``supports`` first."""
+        self.problem, self.config = problem, config
+        self.dtype = products.DTYPES[problem.dtype]
+        self.dim = problem.padded_dim
+        self.int8_dp = problem.dp == "int8"
+        self.v_type = Int8 if self.int8_dp else self.dtype
+        self.wgs, self.stages = config.dq_num_consumer_wgs, config.dq_num_stages
+        self.tile_m, self.tile_n = 64 * config.dq_num_consumer_wgs, config.dq_tile_n
+        self.k_uniform = problem.block_k % config.dq_tile_n == 0
+        self.threads = 128 * (1 + self.wgs)
+        self.consumer_registers = consumer_registers(self.wgs, ARCH)
+
+    @staticmethod
+    def supports(problem: BwdProblem, config: BwdTileConfig) -> Status:
+        """Whether this template can be built for a problem and a configuration."""
+        return supports_bwd(problem, config, ARCH)
+
+    @cute.jit
+    def __call__(
+        self,
+        q_codes: cute.Tensor,
+        k_codes: cute.Tensor,
+        v: cute.Tensor,
+        k_hat: cute.Tensor,
+        dout: cute.Tensor,
+        stats: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor | None,
+        dq: cute.Tensor,
+        rows: Int32,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        """Launches the kernel, one CTA a tile of queries. dout: int8 of the rows, or as given."""
+        d = self.dim
+        rows_first = products.rows_first
+        layouts = self.layouts()
+        q = products.tma(rows_first(q_codes), layouts.q, (self.tile_m, d))
+        k = products.tma(rows_first(k_codes), layouts.k, (self.tile_n, d))
+        v_ = products.tma(rows_first(v), layouts.v, (self.tile_n, d))
+        do = products.tma(rows_first(dout), layouts.dout, (self.tile_m, d))
+        kh = products.tma(rows_first(k_hat), layouts.k_hat, (self.tile_n, d))
+        array, stages = products.array, self.stages
+
+        @cute.struct
+        class Storage:
+            kept_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            codes_barriers: cute.struct.MemRange[cutlass.Int64, stages * 2]
+            values_barriers: cute.struct.MemRange[cutlass.Int64, stages * 2]
+            q: array(Int8, cute.cosize(layouts.q))
+            dout: array(self.v_type, cute.cosize(layouts.dout))
+            k: array(Int8, cute.cosize(layouts.k))
+            v: array(self.v_type, cute.cosize(layouts.v))
+            k_hat: array(BFloat16, cute.cosize(layouts.k_hat))
+            scales: array(Float32, self.tile_n * 2 * stages, 128)
+
+        self.Storage = Storage
+        num_tiles = cute.ceil_div(rows, self.tile_m) * dq.shape[0] * dq.shape[1]
+        self.kernel(
+            BwdTensors(q[0], k[0], v_[0], do[0], kh[0], None, None, None, None),
+            BwdTensors(q[1], k[1], v_[1], do[1], kh[1], stats, k_scale, v_scale, dq),
+            rows,
+            scale,
+            (layouts.q, layouts.k, layouts.v, layouts.dout, layouts.k_hat),
+            self.mmas(),
+        ).launch(
+            grid=(num_tiles, 1, 1),
+            block=[self.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def mmas(self):
+        """S, dP and dQ."""
+        return (
+            products.scores_mma(self.wgs, self.tile_n, Int8),
+            products.scores_mma(self.wgs, self.tile_n, self.v_type),
+            products.gradient_mma(self.wgs, self.dim, BFloat16),
+        )
+
+    def layouts(self):
+        """Layouts in shared memory, all swizzled."""
+        d, make = self.dim, products.smem_layout
+        return SimpleNamespace(
+            q=make(Int8, d, (self.tile_m, d)),
+            dout=make(self.v_type, d, (self.tile_m, d)),
+            k=make(Int8, d, (self.tile_n, d, self.stages)),
+            v=make(self.v_type, d, (self.tile_n, d, self.stages)),
+            k_hat=make(BFloat16, d, (self.tile_n, d, self.stages)),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma: BwdTensors,
+        gmem: BwdTensors,
+        rows: Int32,
+        scale: Float32,
+        layouts: tuple,
+        mmas: tuple,
+    ):
+        """Allocates, builds the pipelines and dispatches the roles."""
+        d, stages = self.dim, self.stages
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        pipe = partial(products.pipe, consumers=4 * self.wgs)
+        v_bytes = self.v_type.width // 8
+        kept, codes = self.tile_m * d * (1 + v_bytes), self.tile_n * d * (1 + v_bytes)
+        pipes = BwdPipes(
+            kept=pipe(storage.kept_barriers, 1, 1, tx_bytes=kept),
+            codes=pipe(storage.codes_barriers, stages, 2, tx_bytes=codes),
+            values=pipe(storage.values_barriers, stages, 1, tx_bytes=self.tile_n * d * 2),
+        )
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        q, k, v, dout, k_hat = layouts
+        tensor = lambda memory, layout: memory.get_tensor(layout.outer, swizzle=layout.inner)
+        smem = BwdShared(
+            q=tensor(storage.q, q),
+            k=tensor(storage.k, k),
+            v=tensor(storage.v, v),
+            dout=tensor(storage.dout, dout),
+            values=tensor(storage.k_hat, k_hat),
+            stats=storage.scales.get_tensor(cute.make_layout((self.tile_n, 2, stages))),
+        )
+        work = self.work(gmem, rows)
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == 0:
+                self.load(gmem, smem, pipes, work, tma)
+            if warp_index == 1:
+                self.load_scales(gmem, smem, pipes, work)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+
+    def work(self, gmem, rows):
+        """What this CTA works on."""
+        causal = self.problem.is_causal
+        seqlen_k = gmem.k.shape[0]
+        offset = cutlass.max(seqlen_k - rows, 0)
+        tile = bwd_tile(
+            cute.arch.block_idx()[0],
+            cute.ceil_div(rows, self.tile_m),
+            1,
+            gmem.q.shape[2],
+            last_first=causal,
+        )
+        span = key_span(
+            tile.block,
+            seqlen_k,
+            offset,
+            tile_m=self.tile_m,
+            tile_n=self.tile_n,
+            stages=self.stages,
+            causal=causal,
+        )
+        group = gmem.q.shape[2] // gmem.k.shape[2]
+        return BwdWork(rows, gmem.q.shape[0] - rows, seqlen_k, offset, group, tile, span)
+
+    @cute.jit
+    def load(self, gmem, smem, pipes, work, tma):
+        """Warp 0: all tiles."""
+        d, tile, span = self.dim, work.tile, work.span
+        kv_head = tile.head // work.group
+        state = products.producer_state(1)
+        pipes.kept.producer_acquire(state)
+        bar = pipes.kept.producer_get_barrier(state)
+        dout_blind = 0 if const_expr(self.int8_dp) else work.blind
+        for atom, shared, tensor, blind in (
+            (tma.q, smem.q, gmem.q, work.blind),
+            (tma.dout, smem.dout, gmem.dout, dout_blind),
+        ):
+            seen = cute.domain_offset((blind, 0), tensor[None, None, tile.head, tile.batch])
+            s, g = products.partition(
+                atom, shared, cute.local_tile(seen, (self.tile_m, d), (tile.block, 0))
+            )
+            cute.copy(atom, g, s, tma_bar_ptr=bar)
+
+        state = products.producer_state(self.stages)
+        tiles = lambda tensor: cute.local_tile(
+            tensor[None, None, kv_head, tile.batch], (self.tile_n, d), (None, 0)
+        )
+        sK, tK = products.partition(tma.k, smem.k, tiles(gmem.k))
+        sV, tV = products.partition(tma.v, smem.v, tiles(gmem.v))
+        sKh, tKh = products.partition(tma.values, smem.values, tiles(gmem.values))
+        for i in cutlass.range(span.num_tiles, unroll=1):
+            j, at = span.first - i, state.index
+            pipes.codes.producer_acquire(state)
+            bar = pipes.codes.producer_get_barrier(state)
+            cute.copy(tma.k, tK[None, j], sK[None, at], tma_bar_ptr=bar)
+            cute.copy(tma.v, tV[None, j], sV[None, at], tma_bar_ptr=bar)
+            pipes.values.producer_acquire(state)
+            bar = pipes.values.producer_get_barrier(state)
+            cute.copy(tma.values, tKh[None, j], sKh[None, at], tma_bar_ptr=bar)
+            state.advance()
+
+    @cute.jit
+    def load_scales(self, gmem, smem, pipes, work):
+        """Warp 1: what P and dS need of each key: scale of K (if not one a tile), scale of V."""
+        tile, span = work.tile, work.span
+        kv_head = tile.head // work.group
+        lane = cute.arch.lane_idx()
+        state = products.producer_state(self.stages)
+        for i in cutlass.range(span.num_tiles, unroll=1):
+            first = (span.first - i) * self.tile_n
+            for t in cutlass.range_constexpr(cute.ceil_div(self.tile_n, 32)):
+                at = lane + 32 * t
+                key = cutlass.min(first + at, work.seqlen_k - 1)
+                k = gmem.k_scale[tile.batch, kv_head, key // self.problem.block_k]
+                v = Float32(1.0)
+                if const_expr(self.int8_dp):
+                    v = gmem.v_scale[tile.batch, kv_head, key // self.problem.block_v]
+                if const_expr(t == 0):
+                    pipes.codes.sync_object_empty.wait(state.index, state.phase)
+                if at < self.tile_n:
+                    smem.stats[at, 0, state.index] = k
+                    smem.stats[at, 1, state.index] = v
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(pipes.codes.producer_get_barrier(state))
+            state.advance()
+
+    def operands(self, tidx, wg, gmem, smem, work, mmas):
+        """Fragments of the three products, and what belongs to the thread's two queries."""
+        mma_s, mma_dp, mma_dq = mmas
+        slot = cute.make_layout(self.wgs, stride=128)(wg)
+        s, dp, dq = [m.get_slice(slot) for m in mmas]
+        shape = self.tile_m, self.tile_n
+        first = mma_s.get_slice(tidx).partition_C(cute.make_identity_tensor(shape))[0]
+        ds = mma_dq.make_fragment_A(mma_dq.partition_shape_A(shape))
+        k_t = products.turned(smem.values, self.dim, self.tile_n, self.stages)
+        q_scale, lse, delta = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
+        visible = []
+        stats = gmem.stats[work.tile.batch, work.tile.head, None, None]
+        for r in range(2):
+            row = work.tile.block * self.tile_m + first[0] + 8 * r
+            four = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(stats[cutlass.min(row, work.rows - 1), None], four)
+            q_scale[r], lse[r], delta[r] = four[0], four[1], four[2]
+            seen = visible_keys(row, work.seqlen_k, work.offset, causal=self.problem.is_causal)
+            visible.append(seen - first[1])
+        return BwdQueryOperands(
+            mmas=mmas,
+            q=mma_s.make_fragment_A(s.partition_A(smem.q)),
+            k=mma_s.make_fragment_B(s.partition_B(smem.k)),
+            dout=mma_dp.make_fragment_A(dp.partition_A(smem.dout)),
+            v=mma_dp.make_fragment_B(dp.partition_B(smem.v)),
+            ds=ds,
+            k_t=mma_dq.make_fragment_B(dq.partition_B(k_t)),
+            ds_words=bwd_scores.as_words(ds),
+            s_shape=mma_s.partition_shape_C(shape),
+            stats=smem.stats,
+            quad=tidx % 4,
+            q_scale=q_scale,
+            lse=lse,
+            delta=delta,
+            visible=visible,
+        )
+
+    @cute.jit
+    def consume(self, tidx, gmem, smem, pipes, work, scale, mmas):
+        """A consumer warpgroup: dQ of its 64 queries."""
+        span = work.span
+        wg = cute.arch.make_warp_uniform(tidx // 128)
+        ops = self.operands(tidx, wg, gmem, smem, work, mmas)
+        out_shape = mmas[2].partition_shape_C((self.tile_m, self.dim))
+        acc_dQ = cute.make_rmem_tensor(out_shape, Float32)
+        acc_dQ.fill(0.0)
+        phase = Int32(0)
+        pipes.kept.consumer_wait(products.consumer_state(1))
+        walk = partial(self.walk, ops, pipes, acc_dQ, span)
+        walk(Int32(0), phase, True, True)
+        phase = phase ^ 1
+        for g in cutlass.range(1, span.num_masked, unroll=1):
+            walk(g, phase, False, True)
+            phase = phase ^ 1
+        for g in cutlass.range(span.num_masked, span.num_groups, unroll=1):
+            walk(g, phase, False, False)
+            phase = phase ^ 1
+        last = Slot(self.stages - 1, phase ^ 1)
+        pipes.values.consumer_wait(last)
+        warpgroup.fence()
+        self.issue_dq(ops, acc_dQ, last)
+        warpgroup.wait_group(0)
+        self.store(gmem, work, mmas[2], acc_dQ, scale)
+
+    def walk(self, ops, pipes, acc_dQ, span, group, phase, first: bool, masked: bool):
+        """Steps on a group of tiles, as many as there are buffers."""
+        for n in range(self.stages):
+            # the last buffer of the group before had the other phase
+            before = Slot((n - 1) % self.stages, phase if n else phase ^ 1)
+            j = span.first - group * self.stages - n if masked else 0
+            now = Slot(n, phase)
+            self.step(ops, pipes, acc_dQ, before, now, j, first and n == 0, masked)
+
+    @cute.jit
+    def step(
+        self,
+        ops,
+        pipes,
+        acc_dQ,
+        before,
+        now,
+        j,
+        first: cutlass.Constexpr[bool],
+        masked: cutlass.Constexpr[bool],
+    ):
+        """P and dS of tile j, dQ of the tile before."""
+        pipes.codes.consumer_wait(now)
+        if const_expr(not first):
+            pipes.values.consumer_wait(before)
+        acc_S = cute.make_rmem_tensor(ops.s_shape, Int32)
+        acc_dP = cute.make_rmem_tensor(ops.s_shape, Int32 if self.int8_dp else Float32)
+        self.issue_scores(ops, acc_S, acc_dP, now)
+        if const_expr(not first):
+            self.issue_dq(ops, acc_dQ, before)
+        left = None
+        if const_expr(masked):
+            left = [ops.visible[r] - j * self.tile_n for r in range(2)]
+        visible = (lambda r, g, c: 8 * g + c < left[r]) if const_expr(masked) else None
+        factors = self.factors(ops, now.index)
+        of_k = None if const_expr(self.k_uniform) else self.scales(ops, now.index, 0)
+        of_v = self.scales(ops, now.index, 1) if const_expr(self.int8_dp) else None
+
+        warpgroup.wait_group(1 if first else 2)
+        num_words = const_expr(cute.size(ops.ds_words))
+        p, packed = cute.make_rmem_tensor(num_words, Int32), None
+        if const_expr(self.config.packed_ds):
+            packed = cute.make_rmem_tensor(num_words, Int32)
+        exponent = partial(self.exponent, ops, of_k, factors)
+        bwd_scores.probabilities(acc_S, [p], exponent, visible, [BFloat16])
+
+        warpgroup.wait_group(0 if first else 1)
+        difference = partial(self.difference, ops, of_v)
+        bwd_scores.gradients(acc_dP, packed, difference, visible)
+        pipes.codes.consumer_release(now)
+        warpgroup.wait_group(0)
+        bwd_scores.multiply(p, acc_dP if packed is None else packed, ops.ds_words)
+        if const_expr(not first):
+            pipes.values.consumer_release(before)
+
+    def factors(self, ops, stage):
+        """(factor, bias) of S of the thread's two queries: with the tile's k_scale if it has one.
+
+        Where each key has its own, the bias is that of the magic number alone.
+        """
+        k_scale = ops.stats[0, 0, stage] if const_expr(self.k_uniform) else None
+        both = []
+        for r in range(2):
+            factor = ops.q_scale[r]
+            if const_expr(k_scale is not None):
+                factor = factor * k_scale
+                both.append((factor, ptx.fma(factor, Float32(-MAGIC), -ops.lse[r])))
+            else:
+                both.append(bwd_scores.with_bias(factor))
+        return both
+
+    def scales(self, ops, stage, which):
+        """Scales of the thread's two keys in column group j, all loaded at once."""
+        loaded = []
+        for j in range(self.tile_n // 8):
+            two = cute.make_rmem_tensor(2, Float32)
+            column = ops.stats[None, which, stage]
+            cute.autovec_copy(cute.local_tile(column, (2,), (4 * j + ops.quad,)), two)
+            loaded.append((two[0], two[1]))
+        return lambda j: loaded[j]
+
+    def exponent(self, ops, columns, factors, r, j):
+        """S - L of the thread's query r and its keys of column group j."""
+        factor, bias = factors[r]
+        two = None if const_expr(self.k_uniform) else columns(j)
+
+        def z(c, x):
+            x = ptx.fma(x, factor, bias)
+            return x if const_expr(two is None) else ptx.fma(x, two[c], -ops.lse[r])
+
+        return z
+
+    def difference(self, ops, columns, r, j):
+        """(dP - delta) / do_scale."""
+        two = columns(j) if const_expr(self.int8_dp) else None
+
+        def t(c, x):
+            if const_expr(two is None):
+                return x + ops.delta[r]
+            return ptx.fma(x - MAGIC, two[c], ops.delta[r])
+
+        return t
+
+    def issue_scores(self, ops, acc_S, acc_dP, state):
+        """Starts S = Q K^T and dP = dO V^T."""
+        k = ops.k[None, None, None, state.index]
+        products.issue(ops.mmas[0], acc_S, self.dim // 32, ops.q, k, True)
+        num_k = self.dim // (32 if self.int8_dp else 16)
+        v = ops.v[None, None, None, state.index]
+        products.issue(ops.mmas[1], acc_dP, num_k, ops.dout, v)
+
+    def issue_dq(self, ops, acc, state):
+        """Starts dQ += dS K."""
+        k_t = ops.k_t[None, None, None, state.index]
+        products.issue(ops.mmas[2], acc, self.tile_n // 16, ops.ds, k_t, False, True)
+
+    @cute.jit
+    def store(self, gmem, work, mma, acc, scale):
+        """A 64-query share of dQ, with do_scale, which dS was divided by."""
+        tile = work.tile
+        tidx = ptx.thread_index() - 128
+        identity = cute.make_identity_tensor((self.tile_m, self.dim))
+        first = mma.get_slice(tidx).partition_C(identity)[0]
+        gX = gmem.out[tile.batch, tile.head, None, None]
+        stats = gmem.stats[tile.batch, tile.head, None, None]
+        for r in cutlass.range_constexpr(2):
+            row = tile.block * self.tile_m + first[0] + 8 * r
+            if row < work.rows:
+                factor = scale * stats[row, 3]
+                for j in cutlass.range_constexpr(self.problem.head_dim // 8):
+                    pair = cute.make_rmem_tensor(2, self.dtype)
+                    for x in cutlass.range_constexpr(2):
+                        pair[x] = (acc[x + 2 * r + 4 * j] * factor).to(self.dtype)
+                    target = gX[work.blind + row, None]
+                    column = (8 * j + first[1]) // 2
+                    cute.autovec_copy(pair, cute.local_tile(target, (2,), (column,)))

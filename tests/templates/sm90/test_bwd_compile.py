@@ -1,0 +1,97 @@
+"""Every backward kernel compiles with no GPU, and the tuned ones assemble as they should."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
+
+from sage_cute.config.bwd import BwdProblem, default_bwd_config
+from sage_cute.policies import resolve
+
+SCRIPT = pathlib.Path(__file__).with_name("bwd_compile_report.py")
+POLICIES = ("fast", "fast:k_scale=per_token", "fast:dp=16bit", "accurate")
+
+
+def reports(tmp_path: pathlib.Path, cases: list[dict]) -> list[dict]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path), *map(json.dumps, cases)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    assert len(lines) == len(cases)
+    return [json.loads(line.removeprefix("REPORT ")) for line in lines]
+
+
+def kernels(head_dim, dtype, causal, policy, **more):
+    case = {"head_dim": head_dim, "dtype": dtype, "causal": causal, "policy": policy, **more}
+    return [{**case, "kernel": kernel} for kernel in ("keys", "queries")]
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+def test_every_kernel_compiles_to_the_products_of_its_policy(tmp_path, head_dim):
+    cases = [
+        case
+        for dtype, causal in (("bfloat16", True), ("float16", False))
+        for policy in ("fast", "fast:dp=16bit")
+        for case in kernels(head_dim, dtype, causal, policy)
+    ]
+    for report in reports(tmp_path, cases):
+        case, keys = report["case"], report["case"]["kernel"] == "keys"
+        problem = BwdProblem.of(
+            resolve(case["policy"]),
+            head_dim=head_dim,
+            dtype=case["dtype"],
+            is_causal=case["causal"],
+        )
+        c, d = default_bwd_config(problem), problem.padded_dim
+        stages = c.num_stages if keys else c.dq_num_stages
+        int8_dp = problem.dp == "int8"
+        int8 = d // 32 * (2 if int8_dp else 1)
+        other = (2 * c.tile_m if keys else c.dq_tile_n) // 16 + (0 if int8_dp else d // 16)
+        steps, rest = divmod(report["int8_products"], int8)
+        # the first group, those with a mask (which a compiler may find empty) and the others
+        assert steps in (2 * stages, 3 * stages), report
+        assert rest == 0, report
+        assert report["other_products"] == steps * other, report
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+def test_the_preprocess_compiles(tmp_path, head_dim):
+    cases = [
+        {
+            "head_dim": head_dim,
+            "dtype": "bfloat16",
+            "causal": False,
+            "policy": policy,
+            "kernel": "preprocess",
+        }
+        for policy in POLICIES
+    ]
+    assert all(report["other_products"] == 0 for report in reports(tmp_path, cases))
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas on PATH")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tuned_kernels_are_not_serialized_and_do_not_spill(tmp_path, head_dim):
+    cases = [
+        case
+        for causal in (False, True)
+        for policy in POLICIES
+        for case in kernels(head_dim, "bfloat16", causal, policy, assemble=True)
+    ]
+    for report in reports(tmp_path, cases):
+        assert report["warnings"] == [], report
+        assert report["spill_stores"] == 0, report
