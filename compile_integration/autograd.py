@@ -26,6 +26,7 @@ from sage_cute.compile_integration.ops import default_scale
 from sage_cute.compile_integration.schema import LIB, NAMESPACE, op
 from sage_cute.errors import DoubleBackwardError, UnsupportedError
 from sage_cute.policies import canonical, resolve
+from sage_cute.support import check_backward
 
 _fwd, _infer, _backward = op("attn_fwd"), op("attn_infer"), op("attn_backward")
 # Past the ops' own autograd formulas, where the caller is their autograd: 5 us less a call.
@@ -156,6 +157,7 @@ def attn(
     _know_dtensor(q)
     policy = canonical(policy)
     if _needs_grad(q, k, v):
+        check_backward(v, is_causal, policy)  # now, not when the loss is known
         out: Tensor = _SageAttention.apply(q, k, v, scale, is_causal, policy)  # type: ignore[no-untyped-call]
         return out
     return _attn_infer(q, k, v, scale, is_causal, policy)[0]
@@ -173,7 +175,10 @@ def attn_with_lse(
     """``sage::attn_with_lse``: LSE is float32, natural log, of the original K; differentiable."""
     _know_dtensor(q)
     policy = canonical(policy)
-    function = _SageAttentionWithLse.apply if _needs_grad(q, k, v) else _attn_infer
+    function = _attn_infer
+    if _needs_grad(q, k, v):
+        check_backward(v, is_causal, policy)
+        function = _SageAttentionWithLse.apply
     out, lse, k_mean = function(q, k, v, scale, is_causal, policy)
     if k_mean.shape[-1]:
         # K's mean takes the query's heads, not q those of K: a DTensor may be split inside a group.

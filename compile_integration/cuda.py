@@ -1,30 +1,29 @@
-"""The forward ops on CUDA tensors: quantization, then attention, on the current stream.
+"""The ops on CUDA tensors: quantization and attention kernels on the current stream.
 
-Not part of ``import sage_cute`` yet: importing this module registers the kernels. They passed their
-own tests on an H200, tests/compile_integration/test_cuda.py has not run there; see docs/.
-
-A call allocates its outputs and a workspace, nothing else: V^T in INT8 (one byte an element, keys
-padded to 128) with its scales, the partial sums of K's mean, and in ``attn_infer``, which returns
-no codes, the codes of Q and K. No data is read on the host: a CUDA graph can capture it.
+A forward allocates its outputs and a workspace, nothing else: V^T in INT8 (one byte an element,
+keys padded to 128) with its scales, the partial sums of K's mean, and in ``attn_infer``, which
+returns no codes, the codes of Q and K. A backward allocates its outputs and the workspace that
+``sage_cute.compile.bwd_launch.workspace_shapes`` lists. No data is read on the host: a CUDA graph
+can capture it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 
 import torch
 from torch import Tensor
 
 from sage_cute.compile_integration.ops import (
     Tensors3,
+    backward_fake,
     default_scale,
     fwd_fake,
     infer_fake,
 )
 from sage_cute.compile_integration.schema import LIB
-from sage_cute.policies import Policy, resolve
-from sage_cute.support import register_cuda
+from sage_cute.numerics.forward import blind_queries, without_first
+from sage_cute.policies import resolve
 
 _CODES = ("q_codes", "q_scale", "k_codes", "k_scale", "k_mean")
 
@@ -38,13 +37,19 @@ def _kernel_ready(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Ops get no device guard from torch: the current stream must be that of x's device."""
+    elsewhere = x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else contextlib.nullcontext()
+
+
 def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float | None,
     is_causal: bool,
-    policy: Policy,
+    policy: str,
     out: Tensor,
     lse: Tensor,
     given: dict[str, Tensor],
@@ -53,17 +58,19 @@ def _launch(
     # Here, so that importing the package stays as light as it is without a GPU.
     from sage_cute.compile.launch import V_SCALE_FORM, forward
     from sage_cute.compile.quant_launch import output_shapes, quant_spec, quantize
+    from sage_cute.tune.select import tile_config_of
 
-    spec = quant_spec(policy, q.dtype, q.shape[3], V_SCALE_FORM)
+    config, mix = tile_config_of("fwd", policy, q, k, is_causal), resolve(policy)
+    spec = quant_spec(mix, q.dtype, q.shape[3], V_SCALE_FORM)
     buffers = {
         name: given[name] if name in given else q.new_empty(shape, dtype=dtype)
         for name, (shape, dtype) in output_shapes(spec, q.shape, k.shape).items()
     }
-    # Ops get no device guard from torch: the current stream must be that of q's device.
-    elsewhere = q.device.index != torch.cuda.current_device()
-    with torch.cuda.device(q.device) if elsewhere else contextlib.nullcontext():
+    if mix.q_scale == "per_block":  # as the reference does, see there
+        q = without_first(q, blind_queries(q.shape[2], k.shape[2], is_causal))
+    with _on_device_of(q):
         quantize(
-            *map(_kernel_ready, (q, k, v)), policy=policy, v_scale_form=V_SCALE_FORM, **buffers
+            *map(_kernel_ready, (q, k, v)), policy=mix, v_scale_form=V_SCALE_FORM, **buffers
         )
         forward(
             buffers["q_codes"],
@@ -76,7 +83,8 @@ def _launch(
             lse,
             scale=default_scale(q, scale),
             is_causal=is_causal,
-            policy=policy,
+            policy=mix,
+            config=config,
         )
 
 
@@ -87,7 +95,7 @@ def fwd_cuda(
     outputs = fwd_fake(q, k, v, scale, is_causal, policy)
     out, lse, q_codes, k_codes, q_scale, k_scale, _, k_mean = outputs
     given = dict(zip(_CODES, (q_codes, q_scale, k_codes, k_scale, k_mean), strict=True))
-    _launch(q, k, v, scale, is_causal, resolve(policy), out, lse, given)
+    _launch(q, k, v, scale, is_causal, policy, out, lse, given)
     return outputs
 
 
@@ -97,12 +105,53 @@ def infer_cuda(
     """``attn_infer`` by the kernels."""
     outputs = infer_fake(q, k, v, scale, is_causal, policy)
     out, lse, k_mean = outputs
-    _launch(q, k, v, scale, is_causal, resolve(policy), out, lse, {"k_mean": k_mean})
+    _launch(q, k, v, scale, is_causal, policy, out, lse, {"k_mean": k_mean})
     return outputs
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that the kernels which only raise are replaced
-    LIB.impl("attn_fwd", fwd_cuda, "CUDA", allow_override=True)
-    LIB.impl("attn_infer", infer_cuda, "CUDA", allow_override=True)
-register_cuda("forward")
+def backward_cuda(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_codes: Tensor,
+    k_codes: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    q_mean: Tensor,
+    k_mean: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    policy: str,
+) -> Tensors3:
+    """``attn_backward`` by the kernels, which all work on codes."""
+    from sage_cute.compile.bwd_launch import backward
+    from sage_cute.tune.select import tile_config_of
+
+    saved = q_codes, k_codes, q_scale, k_scale
+    outputs = backward_fake(
+        dout, dlse, q, k, v, out, lse, *saved, q_mean, k_mean, scale, is_causal, policy
+    )
+    with _on_device_of(v):
+        backward(
+            dout.to(out.dtype),
+            None if dlse is None else dlse.float(),
+            v,
+            out,
+            lse,
+            *saved,
+            *outputs,
+            scale=default_scale(out, scale),
+            is_causal=is_causal,
+            policy=resolve(policy),
+            config=tile_config_of("bwd", policy, out, v, is_causal),
+        )
+    return outputs
+
+
+LIB.impl("attn_fwd", fwd_cuda, "CUDA")
+LIB.impl("attn_infer", infer_cuda, "CUDA")
+LIB.impl("attn_backward", backward_cuda, "CUDA")

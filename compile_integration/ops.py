@@ -103,7 +103,7 @@ def backward_fake(
     policy: str,
 ) -> Tensors3:
     """Outputs of ``attn_backward``, not computed."""
-    check_backward(v.device)
+    check_backward(v, is_causal, policy)
     if dout.shape != out.shape:
         raise ShapeError(
             f"sage.attn_backward: dout {tuple(dout.shape)} must have the shape of out "
@@ -184,4 +184,3 @@ for _name, _fake, _cpu in (
 ):
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIB)
     LIB.impl(_name, _cpu, "CPU")
-    LIB.impl(_name, _fake, "CUDA")  # raises what the fake rule raises, until kernels are registered

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from sage_cute.config import Status
 from sage_cute.errors import DTypeError, PolicyError, ShapeError, UnsupportedError
 from sage_cute.policies import resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-_NO_CUDA = (
-    "sage.attn: this version has no CUDA implementation of the {} yet; move q, k and v to the CPU "
-    "to check numerics, or use torch's scaled_dot_product_attention on the GPU"
-)
-_cuda_directions: set[str] = set()  # "forward", "backward": what kernels are registered for
-
-
-def register_cuda(direction: str) -> None:
-    """Says that kernels for a direction are registered: checks ask them from then on."""
-    _cuda_directions.add(direction)
-
-
-def _check_cuda(direction: str) -> None:
-    if direction not in _cuda_directions:
-        raise UnsupportedError(_NO_CUDA.format(direction))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,25 +74,28 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
 
 def check_forward(q: Tensor, is_causal: bool, policy: str) -> None:
     """Raises where no implementation of the forward covers the device of q and what it holds."""
+    _check_device(q.device)
     if q.device.type == "cuda":
-        _check_cuda("forward")
-        from sage_cute.compile.launch import supports  # what only a GPU needs
+        from sage_cute.compile import launch  # what only a GPU needs
 
-        if q.dtype == torch.float32:
-            raise DTypeError("sage.attn: no CUDA kernel for float32; cast to bfloat16 or float16")
-        mix = resolve(policy)
-        status = supports(mix, head_dim=q.shape[3], dtype=q.dtype, is_causal=is_causal)
-        if not status:
-            raise UnsupportedError(f"sage.attn: {status.reason}")
-    else:
-        _check_device(q.device)
+        _check_kernel(launch.supports, q, is_causal, policy)
 
 
-def check_backward(device: torch.device) -> None:
-    """Raises where no implementation of the backward covers the device."""
-    if device.type == "cuda":
-        _check_cuda("backward")
-    _check_device(device)
+def check_backward(v: Tensor, is_causal: bool, policy: str) -> None:
+    """Raises where no implementation of the backward covers the device of v and what it holds."""
+    _check_device(v.device)
+    if v.device.type == "cuda":
+        from sage_cute.compile import bwd_launch
+
+        _check_kernel(bwd_launch.supports, v, is_causal, policy)
+
+
+def _check_kernel(supports: Callable[..., Status], x: Tensor, is_causal: bool, policy: str) -> None:
+    if x.dtype == torch.float32:
+        raise DTypeError("sage.attn: no CUDA kernel for float32; cast to bfloat16 or float16")
+    status = supports(resolve(policy), head_dim=x.shape[-1], dtype=x.dtype, is_causal=is_causal)
+    if not status:
+        raise UnsupportedError(f"sage.attn: {status.reason}")
 
 
 def _check_device(device: torch.device) -> None:
@@ -144,7 +134,7 @@ def is_supported(
         check_inputs(q, k, v, scale)
         check_forward(q, causal, policy)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            check_backward(q.device)
+            check_backward(v, causal, policy)
     except (DTypeError, PolicyError, ShapeError, UnsupportedError) as error:
         return Support(False, str(error))
     return Support(True)

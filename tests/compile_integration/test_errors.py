@@ -146,17 +146,29 @@ def test_layout_and_scale_of_the_python_api() -> None:
         sage_cute.attention(*GOOD, scale=torch.ones(2))
 
 
-def test_cuda_tensors_get_one_error_in_the_fake_rule_too() -> None:
+@pytest.mark.parametrize(
+    ("error", "text", "dtype", "head_dim", "policy"),
+    [
+        (DTypeError, "no CUDA kernel for float32; cast", torch.float32, 64, "fast"),
+        (UnsupportedError, "head_dim", torch.bfloat16, 40, "fast"),
+        (UnsupportedError, "pv=int8", torch.float16, 64, "fast:pv=16bit,dp=16bit"),
+        (UnsupportedError, "smooth_q=false", torch.bfloat16, 64, "fast:smooth_q=true"),
+        (UnsupportedError, "k_scale=per_block", torch.bfloat16, 64, "fast:k_scale=per_token"),
+    ],
+)
+def test_what_no_kernel_covers_is_refused_in_the_fake_rule_too(
+    error, text, dtype, head_dim, policy
+) -> None:
     with FakeTensorMode():
         # (torch aborts on a fake CUDA leaf that requires grad where there is no CUDA.)
-        q = torch.empty(1, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
+        q = torch.empty(1, 2, 8, head_dim, device="cuda", dtype=dtype)
         for call in (
-            lambda: torch.ops.sage.attn(q, q, q),
-            lambda: torch.ops.sage.attn_fwd(q, q, q, None, False, "fast"),
+            lambda: torch.ops.sage.attn(q, q, q, policy=policy),
+            lambda: torch.ops.sage.attn_fwd(q, q, q, None, False, policy),
         ):
-            with pytest.raises(UnsupportedError, match="no CUDA implementation of the forward"):
+            with pytest.raises(error, match=text):
                 call()
-        assert "scaled_dot_product_attention" in sage_cute.is_supported(q, q, q).reason
+        assert text in sage_cute.is_supported(q, q, q, policy=policy).reason
 
 
 def test_other_devices_are_named() -> None:
