@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_cute
 from bench.shapes import Shape
+from sage_cute.policies import resolve
 from sage_cute.testing import Inputs
 
 Run = Callable[[Inputs], Any]
@@ -40,6 +41,43 @@ def _sage(policy: str) -> Provider:
         return sage_cute.attention(x.q, x.k, x.v, causal=shape.causal, policy=policy)
 
     return Provider("sage-cute", attend, policy=policy)
+
+
+def _sage_kernel(policy: str, device: str) -> Provider:
+    """The attention kernel alone, on inputs that are quantized outside the timing."""
+
+    def prepare(x: Inputs, shape: Shape) -> Callable[[], Tensor]:
+        from sage_cute.compile.launch import V_SCALE_FORM, forward
+        from sage_cute.compile.quant_launch import output_shapes, quant_spec, quantize
+
+        mix = resolve(policy)
+        spec = quant_spec(mix, x.q.dtype, shape.head_dim, V_SCALE_FORM)
+        buffers = {
+            name: x.q.new_empty(size, dtype=dtype)
+            for name, (size, dtype) in output_shapes(spec, x.q.shape, x.k.shape).items()
+        }
+        quantize(x.q, x.k, x.v, policy=mix, v_scale_form=V_SCALE_FORM, **buffers)
+        out, lse = torch.empty_like(x.q), x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
+        names = ("q_codes", "q_scale", "k_codes", "k_scale", "v_t", "v_scale")
+        operands = [buffers[name] for name in names]
+        scale = shape.head_dim**-0.5
+
+        def run() -> Tensor:
+            forward(*operands, out, lse, scale=scale, is_causal=shape.causal, policy=mix)
+            return out
+
+        return run
+
+    missing = "needs a CUDA GPU" if device == "cpu" else ""
+    return Provider(
+        "sage-cute, kernel alone",
+        lambda x, shape: prepare(x, shape)(),
+        policy=policy,
+        quant_included=False,
+        trains=False,
+        why_not=missing,
+        prepare=prepare,
+    )
 
 
 def _sdpa(name: str, backend: SDPBackend, device: str) -> Provider:
@@ -93,4 +131,5 @@ def providers(policies: list[str], device: str) -> list[Provider]:
     ]
     if device == "cpu":
         others.append(_sdpa("SDPA math", SDPBackend.MATH, device))
-    return [*map(_sage, policies), *others]
+    alone = [_sage_kernel(policy, device) for policy in policies]
+    return [*map(_sage, policies), *alone, *others]
