@@ -69,9 +69,7 @@ def _launch(
     if mix.q_scale == "per_block":  # as the reference does, see there
         q = without_first(q, blind_queries(q.shape[2], k.shape[2], is_causal))
     with _on_device_of(q):
-        quantize(
-            *map(_kernel_ready, (q, k, v)), policy=mix, v_scale_form=V_SCALE_FORM, **buffers
-        )
+        quantize(*map(_kernel_ready, (q, k, v)), policy=mix, v_scale_form=V_SCALE_FORM, **buffers)
         forward(
             buffers["q_codes"],
             buffers["q_scale"],

@@ -19,3 +19,23 @@ class PolicyError(ValueError):
 
 class DoubleBackwardError(RuntimeError):
     """A gradient of a gradient was asked for; attention has first derivatives only."""
+
+
+class SettingError(ValueError):
+    """An environment variable of this package has a value that it does not take."""
+
+
+class CacheError(RuntimeError):
+    """A cache folder is not safe to use, or cannot be used."""
+
+
+class KernelError(RuntimeError):
+    """A compiled kernel cannot be made, found or loaded."""
+
+
+class TuningError(RuntimeError):
+    """Nothing can be tuned here, or what is tuned gives wrong results."""
+
+
+class DiagnosisError(ValueError):
+    """A model, its loss or its batch is not what a diagnosis needs."""

@@ -11,6 +11,10 @@ import torch
 # Caches of an earlier version of the ops must not answer for this one.
 _CACHE = tempfile.TemporaryDirectory(prefix="sage-cute-inductor-", ignore_cleanup_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
+# Neither kernels nor tuning tables of the user's, nor tests' in the user's folder.
+os.environ["SAGE_CUTE_CACHE_DIR"] = os.path.join(_CACHE.name, "sage_cute")
+for _name in ("SAGE_CUTE_KERNELS", "SAGE_CUTE_TUNE", "SAGE_CUTE_TRACE"):
+    os.environ.pop(_name, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,29 +1,79 @@
-"""Compiles plans, once each in a process. Needs no GPU where ``CUTE_DSL_ARCH`` names the target."""
+"""Turns plans into callables: from memory, a folder built ahead, the cache, or by compiling."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+from sage_cute.compile import aot
+from sage_cute.compile.cache import kernel_cache
+from sage_cute.compile.kernel import DEFAULT_ARCH, Kernel
 from sage_cute.compile.plan import CompilePlan
 
+log = logging.getLogger("sage_cute")
 _LOCK = threading.Lock()
-_COMPILED: dict[CompilePlan, Any] = {}
+_LOADED: dict[tuple[str, Any], Any] = {}
+
+
+def load(kind: str, plan: Any, build: Callable[[Any], Any]) -> Any:
+    """The callable of a plan, which takes tensors through TVM-FFI. Cheap after the first call.
+
+    Args:
+        kind: of kernel, as in :class:`sage_cute.compile.kernel.Kernel`.
+        plan: everything that the kernel is compiled from.
+        build: compiles it; of module level.
+
+    Raises:
+        KernelError: it was not built ahead of time, and the DSL is not there to compile it.
+    """
+    function = _LOADED.get((kind, plan))
+    if function is None:
+        with _LOCK:  # one compilation at a time: the DSL traces with global state
+            function = _LOADED.get((kind, plan))
+            if function is None:
+                function = _LOADED[kind, plan] = _find_or_compile(Kernel(kind, plan, build))
+    return function
+
+
+def _find_or_compile(kernel: Kernel) -> Any:
+    function = aot.find(kernel)
+    if function is not None:
+        return function
+    cache = kernel_cache()
+    if cache is None:
+        return compile_kernel(kernel)
+    function = cache.load(kernel)
+    if function is not None:
+        return function
+    with cache.lock(kernel):
+        function = cache.load(kernel)  # another process may have been faster
+        if function is None:
+            function = compile_kernel(kernel)
+            cache.store(kernel, function)
+    return function
+
+
+def compile_kernel(kernel: Kernel) -> Any:
+    """Compiles a kernel, whatever exists already. One at a time in a process.
+
+    Raises:
+        KernelError: the DSL is not installed.
+    """
+    os.environ.setdefault("CUTE_DSL_ARCH", DEFAULT_ARCH)
+    aot.require_compiler(kernel)
+    start = time.perf_counter()
+    function = kernel.build(kernel.plan)
+    log.info("%s: compiled in %.1f s", kernel.name, time.perf_counter() - start)
+    return function
 
 
 def compiled(plan: CompilePlan) -> Any:
-    """The callable of a plan, compiled at the first call: takes tensors through TVM-FFI.
-
-    One compilation at a time in a process: the DSL traces with global state.
-    """
-    kernel = _COMPILED.get(plan)
-    if kernel is None:
-        with _LOCK:
-            kernel = _COMPILED.get(plan)
-            if kernel is None:
-                kernel = _COMPILED[plan] = compile_plan(plan)
-    return kernel
+    """The callable of a forward plan."""
+    return load("fwd", plan, compile_plan)
 
 
 def compile_plan(plan: CompilePlan) -> Any:

@@ -217,16 +217,7 @@ _expected = functools.lru_cache(maxsize=1024)(output_shapes)
 
 def compiled_quantize(spec: QuantSpec) -> Any:
     """The kernels of ``spec``, compiled at the first call."""
-    kernels = _COMPILED.get(spec)
-    if kernels is None:
-        with compiler._LOCK:  # the DSL traces with global state: one compilation at a time
-            kernels = _COMPILED.get(spec)
-            if kernels is None:
-                kernels = _COMPILED[spec] = _compile(spec)
-    return kernels
-
-
-_COMPILED: dict[QuantSpec, Any] = {}
+    return compiler.load("quantize", spec, _compile)
 
 
 def _compile(spec: QuantSpec) -> Any:

@@ -57,7 +57,7 @@ def train(
         str,
         _option(
             "What is INT8, and how finely scaled: a preset (default, sagebwd, fast, accurate, "
-            "int8), if need be with changes: fast:dq=16bit,smooth_v=true.",
+            "int8), if need be with changes: fast:dp=16bit,smooth_v=true.",
             "Attention",
         ),
     ] = "default",

@@ -86,7 +86,7 @@ def test_out_defaults_to_a_folder_named_after_the_time(
         (["--policy", "sagebwd"], "sagebwd"),
         (["--no-smooth-k"], "fast:smooth_k=false"),
         (["--policy", "accurate", "--no-smooth-k"], "accurate:smooth_k=false"),
-        (["--policy", "fast:dq=16bit", "--no-smooth-k"], "fast:dq=16bit,smooth_k=false"),
+        (["--policy", "fast:dp=16bit", "--no-smooth-k"], "fast:dp=16bit,smooth_k=false"),
     ],
 )
 def test_policy_reaches_the_op(

@@ -16,18 +16,33 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "policies": ({"errors"}, set()),
     "numerics": ({"policies"}, {"torch"}),
     "config": ({"policies"}, set()),
+    "env": ({"errors"}, set()),
     "templates": ({"config", "errors"}, {"cutlass"}),
-    "compile": ({"config", "templates", "policies", "errors"}, {"cutlass", "torch"}),
-    "support": ({"compile", "errors", "policies"}, {"torch"}),
+    "compile": (
+        {"config", "templates", "policies", "errors", "env", "_version"},
+        {"cutlass", "torch"},
+    ),
+    "tune": ({"compile", "config", "numerics", "policies", "errors", "env"}, {"torch"}),
+    "support": ({"compile", "config", "errors", "policies"}, {"torch"}),
+    "merge": ({"errors"}, {"torch"}),
     "compile_integration": (
-        {"compile", "numerics", "policies", "support", "errors", "_version", ""},
+        {"compile", "tune", "numerics", "policies", "support", "errors", "_version", ""},
         {"torch"},
     ),
     "api": ({"compile_integration", "errors"}, {"torch"}),
     "nn": ({"api", "policies"}, {"torch"}),
     "testing": ({"api", "numerics", "policies", ""}, {"torch"}),
     "training": ({"nn", "policies", "support", "errors", "_version"}, {"torch"}),
-    "cli": ({"training", "_version"}, set()),
+    "diagnosis": (
+        {"testing", "numerics", "policies", "support", "errors", "_version"},
+        {"torch"},
+    ),
+    "verify": ({"numerics", "testing"}, {"torch"}),
+    "cli": (
+        {"training", "tune", "compile", "config", "policies", "numerics", "testing", "verify"}
+        | {"api", "diagnosis", "env", "errors", "_version"},
+        {"torch"},
+    ),
 }
 WATCHED = {"torch", "cutlass", "cuda", "tvm_ffi"}
 

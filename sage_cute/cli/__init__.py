@@ -17,9 +17,15 @@ def build_app() -> typer.Typer:
     import typer
 
     from sage_cute._version import __version__
+    from sage_cute.cli import bench, diagnose, info, kernels, tune, verify
     from sage_cute.training.command import train
 
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
 
     def show_version(wanted: bool) -> None:
         if wanted:
@@ -32,9 +38,24 @@ def build_app() -> typer.Typer:
             False, "--version", callback=show_version, is_eager=True, help="Print it and exit."
         ),
     ) -> None:
-        """Attention that trains in INT8: torch.ops.sage.attn and sage_cute.attention."""
+        """Attention that trains in INT8: torch.ops.sage.attn and sage_cute.attention.
 
-    app.command()(train)
+        First [bold]info[/], which says what this machine has, then [bold]verify[/], which checks
+        results on it. [bold]tune[/] and [bold]compile[/] make first calls and all later ones
+        faster; neither is needed.
+        """
+
+    for command in (
+        info.info,
+        verify.verify,
+        tune.tune,
+        kernels.compile_,
+        bench.bench,
+        diagnose.diagnose,
+        train,
+    ):
+        app.command(name=command.__name__.rstrip("_"))(command)
+    app.add_typer(kernels.cache_app, name="cache")
     return app
 
 
