@@ -9,7 +9,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 # OpenMP threads that spin while they wait are 3 to 6 times slower on a machine with other work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-gpu lint format type bench clean
+.PHONY: demo test test-gpu lint format type bench report clean
 
 demo: $(VENV)/.installed
 	$(BIN)/sage-cute train
@@ -37,6 +37,10 @@ type: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.dispatch
 	$(BIN)/python -m bench.accuracy
+
+# The tables of README.md and docs/evidence.md, from the result files in bench/results.
+report: $(VENV)/.installed
+	$(BIN)/python -m bench.readme
 
 # torch first and by its own pin: a range would let pip take a CUDA build of several GB.
 $(VENV)/.installed: pyproject.toml

@@ -7,7 +7,19 @@ import sage_cute.compile_integration  # noqa: F401  registers torch.ops.sage
 from sage_cute import errors, nn
 from sage_cute._version import __version__
 from sage_cute.api import attention
+from sage_cute.diagnosis import diagnose
+from sage_cute.merge import merge_attention
 from sage_cute.policies import policies
 from sage_cute.support import Support, is_supported
 
-__all__ = ["Support", "__version__", "attention", "errors", "is_supported", "nn", "policies"]
+__all__ = [
+    "Support",
+    "__version__",
+    "attention",
+    "diagnose",
+    "errors",
+    "is_supported",
+    "merge_attention",
+    "nn",
+    "policies",
+]

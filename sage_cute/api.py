@@ -63,7 +63,7 @@ def attention(
             sees no key gets out = 0 and lse = -inf.
         scale: softmax scale; None: head_dim ** -0.5. 0 is valid, and so are negative scales.
         policy: which products are INT8, and how: a name of :func:`sage_cute.policies`, optionally
-            with changes, ``"fast:dq=16bit,smooth_k=false"``.
+            with changes, ``"fast:dp=16bit,smooth_k=false"``.
         return_lse: also return the LSE.
         layout: ``"bhsd"`` as above, or ``"bshd"``: q, k, v and out are (batch, seqlen, heads,
             head_dim).
