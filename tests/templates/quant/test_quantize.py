@@ -12,7 +12,8 @@ from sage_cute.policies import resolve
 
 pytestmark = pytest.mark.gpu
 
-FAST, PAPER = resolve("fast"), resolve("sagebwd")
+TOKEN, PAPER = resolve("fast:k_scale=per_token"), resolve("sagebwd")
+MIXED = resolve("fast")  # scales of Q and V per token, of K per 128
 POISON = {torch.int8: -128, torch.float32: math.nan, torch.float64: math.nan}
 GUARD = 4096  # bytes that must stay poisoned on each side of an output
 
@@ -114,14 +115,14 @@ def check(policy, x, **options):
     return got
 
 
-@pytest.mark.parametrize("policy", [FAST, PAPER], ids=["token", "block"])
+@pytest.mark.parametrize("policy", [TOKEN, MIXED, PAPER], ids=["token", "mixed", "block"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 def test_head_dims(policy, dtype, head_dim):
     check(policy, inputs(2, 4, 2, 333, 451, head_dim, dtype))
 
 
-@pytest.mark.parametrize("policy", [FAST, PAPER], ids=["token", "block"])
+@pytest.mark.parametrize("policy", [TOKEN, MIXED, PAPER], ids=["token", "mixed", "block"])
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"),
     [
@@ -148,16 +149,16 @@ def test_block_sizes(block):
 
 def test_options():
     x = inputs(1, 4, 2, 300, 300, 128)
-    got = check(FAST, x, v_scale_form="log2")
+    got = check(TOKEN, x, v_scale_form="log2")
     assert (got["v_scale"][:, :, 300:] == -math.inf).all()
-    check(FAST.replace(smooth_k=False), x)
-    check(FAST.replace(q_scale="per_block"), x)
-    q = run(FAST.replace(pv="16bit", dp="16bit", dp_v="exact"), *x)
-    v = run(FAST.replace(qk="16bit"), *x)
-    assert_same({**q, **v}, expected(FAST, *x))
+    check(TOKEN.replace(smooth_k=False), x)
+    check(TOKEN.replace(q_scale="per_block"), x)
+    q = run(TOKEN.replace(pv="16bit", dp="16bit", dp_v="exact"), *x)
+    v = run(TOKEN.replace(qk="16bit"), *x)
+    assert_same({**q, **v}, expected(TOKEN, *x))
 
 
-@pytest.mark.parametrize("policy", [FAST, PAPER], ids=["token", "block"])
+@pytest.mark.parametrize("policy", [TOKEN, MIXED, PAPER], ids=["token", "mixed", "block"])
 def test_layouts(policy):
     q, k, v = inputs(2, 4, 4, 200, 200, 64)
     want = expected(policy, q, k, v)
@@ -173,14 +174,14 @@ def test_layouts(policy):
 
 def test_expanded_and_odd_unit_strides():
     q, k, v = inputs(1, 4, 1, 100, 130, 64)
-    want = expected(FAST, q, k, v)
+    want = expected(TOKEN, q, k, v)
     odd = [x.as_strided(x.shape, (12345, *x.stride()[1:])) for x in (q, k, v)]
-    assert_same(run(FAST, *odd), want)
+    assert_same(run(TOKEN, *odd), want)
     shared = k.expand(3, 2, -1, -1)
-    assert_same(run(FAST, shared, shared, shared), expected(FAST, shared, shared, shared))
+    assert_same(run(TOKEN, shared, shared, shared), expected(TOKEN, shared, shared, shared))
 
 
-@pytest.mark.parametrize("policy", [FAST, PAPER], ids=["token", "block"])
+@pytest.mark.parametrize("policy", [TOKEN, MIXED, PAPER], ids=["token", "mixed", "block"])
 def test_zeros(policy):
     x = [torch.zeros_like(t) for t in inputs(1, 2, 2, 130, 130, 64)]
     got = check(policy, x)
@@ -191,7 +192,7 @@ def test_zeros(policy):
     check(policy, x)
 
 
-@pytest.mark.parametrize("policy", [FAST, PAPER], ids=["token", "block"])
+@pytest.mark.parametrize("policy", [TOKEN, MIXED, PAPER], ids=["token", "mixed", "block"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_not_finite(policy, value):
     x = inputs(1, 2, 2, 700, 700, 64)
@@ -203,7 +204,7 @@ def test_not_finite(policy, value):
     assert got["q_scale"][0, 0, 0 if policy is PAPER else 5].isnan()
 
 
-@pytest.mark.parametrize("policy", [FAST, PAPER], ids=["token", "block"])
+@pytest.mark.parametrize("policy", [TOKEN, MIXED, PAPER], ids=["token", "mixed", "block"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_extreme_magnitudes(policy, dtype):
     """Subnormal steps, subnormal values, and the largest."""
@@ -231,13 +232,13 @@ def test_ties():
             row[255] = 127 * scale
             rows.append(row)
         q = torch.stack(rows * 20)[None, None].to("cuda", dtype)
-        check(FAST, [q, q, q])
-        check(FAST.replace(smooth_k=False), [q, q, q])
+        check(TOKEN, [q, q, q])
+        check(TOKEN.replace(smooth_k=False), [q, q, q])
 
 
 def test_many_heads():
     """More heads than a grid dimension other than the first can count."""
-    check(FAST, inputs(700, 100, 100, 1, 3, 32))
+    check(TOKEN, inputs(700, 100, 100, 1, 3, 32))
 
 
 def test_offsets_beyond_32_bits():
@@ -250,10 +251,10 @@ def test_offsets_beyond_32_bits():
         view = far.as_strided(x.shape, strides, storage_offset=i * 64)
         view.copy_(x)
         placed.append(view)
-    assert_same(run(FAST, *placed), expected(FAST, q, k, v))
+    assert_same(run(TOKEN, *placed), expected(TOKEN, q, k, v))
 
 
-@pytest.mark.parametrize("policy", [FAST, PAPER], ids=["token", "block"])
+@pytest.mark.parametrize("policy", [TOKEN, MIXED, PAPER], ids=["token", "mixed", "block"])
 def test_repeatable(policy):
     """Fifty runs, the same bits: with other work before them and behind."""
     x = inputs(2, 4, 4, 3000, 3000, 128)
@@ -266,18 +267,18 @@ def test_repeatable(policy):
 
 def test_long_sequence():
     """Many chunks of the mean; every code of 32k tokens."""
-    check(FAST, inputs(1, 2, 1, 129, 32768 + 77, 128))
+    check(TOKEN, inputs(1, 2, 1, 129, 32768 + 77, 128))
 
 
 def test_cuda_graph():
     x = inputs(1, 2, 2, 500, 500, 64)
-    want = run(FAST, *x)
-    spec = quant_spec(FAST, x[0].dtype, 64)
+    want = run(TOKEN, *x)
+    spec = quant_spec(TOKEN, x[0].dtype, 64)
     shapes = output_shapes(spec, x[0].shape, x[1].shape)
     out = {n: torch.empty(s, dtype=d, device="cuda") for n, (s, d) in shapes.items()}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        quantize(*x, policy=FAST, **out)
+        quantize(*x, policy=TOKEN, **out)
     for t in out.values():
         t.zero_()
     graph.replay()
