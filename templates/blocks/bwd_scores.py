@@ -15,8 +15,6 @@ Element ``c + 2 r + 4 j`` of a thread is row g + 8 r of its warp's 16, column 8 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
 
 from sage_cute.templates.blocks import ptx
 from sage_cute.templates.blocks.magic import MAGIC, MAGIC_BITS
@@ -24,37 +22,9 @@ from sage_cute.templates.blocks.magic import MAGIC, MAGIC_BITS
 HIGH_HALF = -(1 << 16)
 
 
-def _pair(text, constraints, a, b, loc, ip):
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [a.ir_value(loc=loc, ip=ip), b.ir_value(loc=loc, ip=ip)],
-            text,
-            constraints,
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
-@dsl_user_op
-def pack_bfloat16(low, high, *, loc=None, ip=None):
-    """Two floats as bfloat16 in one word."""
-    return _pair("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", low, high, loc, ip)
-
-
-@dsl_user_op
-def multiply_bfloat16(a, b, *, loc=None, ip=None):
-    """Products of two pairs of bfloat16."""
-    return _pair("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", a, b, loc, ip)
-
-
 def pack(low, high, dtype):
     """Two floats as 16-bit numbers in one word."""
-    return (ptx.pack_halves if dtype is Float16 else pack_bfloat16)(low, high)
+    return (ptx.pack_halves if dtype is Float16 else ptx.pack_bfloats)(low, high)
 
 
 def as_words(x):
@@ -112,7 +82,7 @@ def gradients(acc, words, difference, visible):
                     f[i] = d
                 pair.append(d)
             if const_expr(words is not None):
-                words[r + 2 * j] = pack_bfloat16(pair[0], pair[1])
+                words[r + 2 * j] = ptx.pack_bfloats(pair[0], pair[1])
 
 
 @cute.jit
@@ -120,7 +90,7 @@ def multiply(p, d, words):
     """Packed dS = P (dP - delta): p packed bfloat16; d likewise, or floats in accumulator order."""
     if const_expr(cute.size(d) == cute.size(p)):
         for i in cutlass.range_constexpr(cute.size(p)):
-            words[i] = multiply_bfloat16(p[i], d[i])
+            words[i] = ptx.bfloat2_mul(p[i], d[i])
     else:
         f = cute.recast_tensor(d, Float32)
         for j in cutlass.range_constexpr(cute.size(p) // 2):
@@ -128,7 +98,7 @@ def multiply(p, d, words):
                 i, both = 2 * r + 4 * j, p[r + 2 * j]
                 low = ptx.as_float(both << 16) * f[i]
                 high = ptx.as_float(both & HIGH_HALF) * f[i + 1]
-                words[r + 2 * j] = pack_bfloat16(low, high)
+                words[r + 2 * j] = ptx.pack_bfloats(low, high)
 
 
 def with_bias(factor):

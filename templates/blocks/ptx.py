@@ -115,6 +115,20 @@ def pack_halves(low, high, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def pack_bfloats(low, high, *, loc=None, ip=None):
+    """Two floats as bfloat16 in one word."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high)]
+    text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return Int32(_asm(T.i32(), text, "=r,f,f", values, loc, ip))
+
+
+@dsl_user_op
+def bfloat2_mul(a, b, *, loc=None, ip=None):
+    """A * b, two bfloat16 at once."""
+    return _ints("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", a, b, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def low_half(x, *, loc=None, ip=None):
     """The low half of a half2 as a float."""
     text = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }"

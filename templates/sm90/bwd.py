@@ -14,7 +14,7 @@ from sage_cute.config.bwd import BwdProblem, BwdTileConfig, consumer_registers, 
 from sage_cute.config.constraints import PRODUCER_REGISTERS
 from sage_cute.templates.base import AttnTemplate
 from sage_cute.templates.blocks import bwd_products as products
-from sage_cute.templates.blocks import bwd_scores, ptx
+from sage_cute.templates.blocks import bwd_scores, loading, ptx
 from sage_cute.templates.blocks.bwd_params import (
     BwdKeyOperands,
     BwdPipes,
@@ -24,6 +24,7 @@ from sage_cute.templates.blocks.bwd_params import (
 )
 from sage_cute.templates.blocks.bwd_schedule import Slot, bwd_tile, first_query, query_span
 from sage_cute.templates.blocks.magic import MAGIC
+from sage_cute.templates.mma import wgmma
 
 ARCH = ARCHS["sm_90a"]
 
@@ -78,7 +79,7 @@ class SageBwdSm90(AttnTemplate):
     def __init__(self, problem: BwdProblem, config: BwdTileConfig) -> None:
         """Static facts only; ask ``supports`` first."""
         self.problem, self.config = problem, config
-        self.dtype = products.DTYPES[problem.dtype]
+        self.dtype = wgmma.DTYPES[problem.dtype]
         self.dim = problem.padded_dim
         self.columns = self.dim // config.column_splits
         self.int8_dp = problem.dp == "int8"
@@ -113,16 +114,16 @@ class SageBwdSm90(AttnTemplate):
     ):
         """Launches the kernel, one CTA a tile of keys (and column split)."""
         c, d, cols = self.config, self.dim, self.columns
-        rows_first = products.rows_first
+        rows_first = loading.rows_first
         layouts = self.layouts()
-        q = products.tma(rows_first(q_codes), layouts.q, (c.tile_m, d))
-        k = products.tma(rows_first(k_codes), layouts.k, (c.tile_n, d))
-        v_ = products.tma(rows_first(v), layouts.v, (c.tile_n, d))
-        qh = products.tma(rows_first(q_hat), layouts.q_hat, (c.tile_m, cols))
-        do = products.tma(rows_first(dout), layouts.dout, (c.tile_m, self.dout_columns))
+        q = loading.tma(rows_first(q_codes), layouts.q, (c.tile_m, d))
+        k = loading.tma(rows_first(k_codes), layouts.k, (c.tile_n, d))
+        v_ = loading.tma(rows_first(v), layouts.v, (c.tile_n, d))
+        qh = loading.tma(rows_first(q_hat), layouts.q_hat, (c.tile_m, cols))
+        do = loading.tma(rows_first(dout), layouts.dout, (c.tile_m, self.dout_columns))
         do8 = None, None
         if const_expr(self.int8_dp):
-            do8 = products.tma(rows_first(dout8), layouts.q, (c.tile_m, d))
+            do8 = loading.tma(rows_first(dout8), layouts.q, (c.tile_m, d))
 
         array = products.array
 
@@ -170,7 +171,7 @@ class SageBwdSm90(AttnTemplate):
     def layouts(self):
         """Layouts in shared memory, all swizzled."""
         c, d, cols = self.config, self.dim, self.columns
-        make = products.smem_layout
+        make = wgmma.smem_layout
         return SimpleNamespace(
             q=make(Int8, d, (c.tile_m, d, c.num_stages)),
             k=make(Int8, d, (c.tile_n, d)),
@@ -194,7 +195,7 @@ class SageBwdSm90(AttnTemplate):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         consumers = 4 * c.num_consumer_wgs
-        pipe = partial(products.pipe, consumers=consumers)
+        pipe = partial(loading.pipe, consumers=consumers)
         v_bytes = self.v_type.width // 8
         value_bytes = c.tile_m * 2 * (self.columns + self.dout_columns)
         code_bytes = c.tile_m * d * (2 if self.int8_dp else 1)
@@ -258,34 +259,34 @@ class SageBwdSm90(AttnTemplate):
         """Warp 0: all tiles."""
         c, d = self.config, self.dim
         tile, span = work.tile, work.span
-        state = products.producer_state(1)
+        state = loading.producer_state(1)
         pipes.kept.producer_acquire(state)
         bar = pipes.kept.producer_get_barrier(state)
         for atom, shared, tensor in ((tma.k, smem.k, gmem.k), (tma.v, smem.v, gmem.v)):
             of_head = tensor[None, None, tile.head, tile.batch]
-            s, g = products.partition(
+            s, g = loading.partition(
                 atom, shared, cute.local_tile(of_head, (c.tile_n, d), (tile.block, 0))
             )
             cute.copy(atom, g, s, tma_bar_ptr=bar)
 
-        state = products.producer_state(c.num_stages)
+        state = loading.producer_state(c.num_stages)
         split = tile.split if const_expr(c.column_splits > 1) else 0
         whole = const_expr(self.dout_columns == d)
         for h in cutlass.range(work.group, unroll=1):
             head = tile.head * work.group + h
             row = span.first * c.tile_m
             tiles = partial(self.tiles_of, head=head, batch=tile.batch)
-            sQ, tQ = products.partition(tma.q, smem.q, tiles(gmem.q, row + work.blind, d, 0))
-            sdO, tdO = products.partition(
+            sQ, tQ = loading.partition(tma.q, smem.q, tiles(gmem.q, row + work.blind, d, 0))
+            sdO, tdO = loading.partition(
                 tma.values[0],
                 smem.values[0],
                 tiles(gmem.values[0], row + work.blind, self.dout_columns, 0 if whole else split),
             )
-            sQh, tQh = products.partition(
+            sQh, tQh = loading.partition(
                 tma.values[1], smem.values[1], tiles(gmem.values[1], row, self.columns, split)
             )
             if const_expr(self.int8_dp):
-                sdO8, tdO8 = products.partition(tma.dout, smem.dout, tiles(gmem.dout, row, d, 0))
+                sdO8, tdO8 = loading.partition(tma.dout, smem.dout, tiles(gmem.dout, row, d, 0))
             for i in cutlass.range(span.num_tiles, unroll=1):
                 at = state.index
                 pipes.codes.producer_acquire(state)
@@ -309,7 +310,7 @@ class SageBwdSm90(AttnTemplate):
         """Warp 1: what P and dS need of each query, two queries a lane."""
         c, tile, span = self.config, work.tile, work.span
         lane = cute.arch.lane_idx()
-        state = products.producer_state(c.num_stages)
+        state = loading.producer_state(c.num_stages)
         k_scale = Float32(1.0)
         if const_expr(self.k_uniform):
             group = tile.block * c.tile_n // self.problem.block_k
@@ -426,7 +427,7 @@ class SageBwdSm90(AttnTemplate):
         acc_dK.fill(0.0)
         acc_dV.fill(0.0)
         phase = Int32(0)
-        pipes.kept.consumer_wait(products.consumer_state(1))
+        pipes.kept.consumer_wait(loading.consumer_state(1))
         walk = partial(self.walk, ops, pipes, acc_dK, acc_dV, span)
         for _ in cutlass.range(work.group, unroll=1):
             walk(Int32(0), phase, True, True)
@@ -552,20 +553,22 @@ class SageBwdSm90(AttnTemplate):
     def issue_scores(self, ops, acc_S, acc_dP, state):
         """Starts S^T = K Q^T and dP^T = V dO^T."""
         q = ops.q[None, None, None, state.index]
-        products.issue(ops.mmas[0], acc_S, self.dim // 32, ops.k, q, True)
+        wgmma.issue(ops.mmas[0], acc_S, self.dim // 32, ops.k, q)
         num_k = self.dim // (32 if self.int8_dp else 16)
         dout = ops.dout[None, None, None, state.index]
-        products.issue(ops.mmas[1], acc_dP, num_k, ops.v, dout)
+        wgmma.issue(ops.mmas[1], acc_dP, num_k, ops.v, dout, fence=False)
 
     def issue_dv(self, ops, acc, state):
         """Starts dV += P^T dO."""
         dout = ops.dout_t[None, None, None, state.index]
-        products.issue(ops.mmas[2], acc, self.config.tile_m // 16, ops.p, dout, True, True)
+        wgmma.issue(ops.mmas[2], acc, self.config.tile_m // 16, ops.p, dout, accumulate=True)
 
     def issue_dk(self, ops, acc, state):
         """Starts dK += dS^T Q."""
         q = ops.q_t[None, None, None, state.index]
-        products.issue(ops.mmas[3], acc, self.config.tile_m // 16, ops.ds_t, q, False, True)
+        wgmma.issue(
+            ops.mmas[3], acc, self.config.tile_m // 16, ops.ds_t, q, fence=False, accumulate=True
+        )
 
     @cute.jit
     def store(self, gmem, work, mma, acc, target, factor):

@@ -14,7 +14,7 @@ from sage_cute.config.bwd import BwdProblem, BwdTileConfig, consumer_registers, 
 from sage_cute.config.constraints import PRODUCER_REGISTERS
 from sage_cute.templates.base import AttnTemplate
 from sage_cute.templates.blocks import bwd_products as products
-from sage_cute.templates.blocks import bwd_scores, ptx
+from sage_cute.templates.blocks import bwd_scores, loading, ptx
 from sage_cute.templates.blocks.bwd_params import (
     BwdPipes,
     BwdQueryOperands,
@@ -24,6 +24,7 @@ from sage_cute.templates.blocks.bwd_params import (
 )
 from sage_cute.templates.blocks.bwd_schedule import Slot, bwd_tile, key_span, visible_keys
 from sage_cute.templates.blocks.magic import MAGIC
+from sage_cute.templates.mma import wgmma
 
 ARCH = ARCHS["sm_90a"]
 
@@ -65,7 +66,7 @@ class SageBwdDqSm90(AttnTemplate):
     def __init__(self, problem: BwdProblem, config: BwdTileConfig) -> None:
         """Static facts only; ask ``supports`` first."""
         self.problem, self.config = problem, config
-        self.dtype = products.DTYPES[problem.dtype]
+        self.dtype = wgmma.DTYPES[problem.dtype]
         self.dim = problem.padded_dim
         self.int8_dp = problem.dp == "int8"
         self.v_type = Int8 if self.int8_dp else self.dtype
@@ -98,13 +99,13 @@ class SageBwdDqSm90(AttnTemplate):
     ):
         """Launches the kernel, one CTA a tile of queries. dout: int8 of the rows, or as given."""
         d = self.dim
-        rows_first = products.rows_first
+        rows_first = loading.rows_first
         layouts = self.layouts()
-        q = products.tma(rows_first(q_codes), layouts.q, (self.tile_m, d))
-        k = products.tma(rows_first(k_codes), layouts.k, (self.tile_n, d))
-        v_ = products.tma(rows_first(v), layouts.v, (self.tile_n, d))
-        do = products.tma(rows_first(dout), layouts.dout, (self.tile_m, d))
-        kh = products.tma(rows_first(k_hat), layouts.k_hat, (self.tile_n, d))
+        q = loading.tma(rows_first(q_codes), layouts.q, (self.tile_m, d))
+        k = loading.tma(rows_first(k_codes), layouts.k, (self.tile_n, d))
+        v_ = loading.tma(rows_first(v), layouts.v, (self.tile_n, d))
+        do = loading.tma(rows_first(dout), layouts.dout, (self.tile_m, d))
+        kh = loading.tma(rows_first(k_hat), layouts.k_hat, (self.tile_n, d))
         array, stages = products.array, self.stages
 
         @cute.struct
@@ -145,7 +146,7 @@ class SageBwdDqSm90(AttnTemplate):
 
     def layouts(self):
         """Layouts in shared memory, all swizzled."""
-        d, make = self.dim, products.smem_layout
+        d, make = self.dim, wgmma.smem_layout
         return SimpleNamespace(
             q=make(Int8, d, (self.tile_m, d)),
             dout=make(self.v_type, d, (self.tile_m, d)),
@@ -169,7 +170,7 @@ class SageBwdDqSm90(AttnTemplate):
         tidx, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        pipe = partial(products.pipe, consumers=4 * self.wgs)
+        pipe = partial(loading.pipe, consumers=4 * self.wgs)
         v_bytes = self.v_type.width // 8
         kept, codes = self.tile_m * d * (1 + v_bytes), self.tile_n * d * (1 + v_bytes)
         pipes = BwdPipes(
@@ -229,7 +230,7 @@ class SageBwdDqSm90(AttnTemplate):
         """Warp 0: all tiles."""
         d, tile, span = self.dim, work.tile, work.span
         kv_head = tile.head // work.group
-        state = products.producer_state(1)
+        state = loading.producer_state(1)
         pipes.kept.producer_acquire(state)
         bar = pipes.kept.producer_get_barrier(state)
         dout_blind = 0 if const_expr(self.int8_dp) else work.blind
@@ -238,18 +239,18 @@ class SageBwdDqSm90(AttnTemplate):
             (tma.dout, smem.dout, gmem.dout, dout_blind),
         ):
             seen = cute.domain_offset((blind, 0), tensor[None, None, tile.head, tile.batch])
-            s, g = products.partition(
+            s, g = loading.partition(
                 atom, shared, cute.local_tile(seen, (self.tile_m, d), (tile.block, 0))
             )
             cute.copy(atom, g, s, tma_bar_ptr=bar)
 
-        state = products.producer_state(self.stages)
+        state = loading.producer_state(self.stages)
         tiles = lambda tensor: cute.local_tile(
             tensor[None, None, kv_head, tile.batch], (self.tile_n, d), (None, 0)
         )
-        sK, tK = products.partition(tma.k, smem.k, tiles(gmem.k))
-        sV, tV = products.partition(tma.v, smem.v, tiles(gmem.v))
-        sKh, tKh = products.partition(tma.values, smem.values, tiles(gmem.values))
+        sK, tK = loading.partition(tma.k, smem.k, tiles(gmem.k))
+        sV, tV = loading.partition(tma.v, smem.v, tiles(gmem.v))
+        sKh, tKh = loading.partition(tma.values, smem.values, tiles(gmem.values))
         for i in cutlass.range(span.num_tiles, unroll=1):
             j, at = span.first - i, state.index
             pipes.codes.producer_acquire(state)
@@ -267,7 +268,7 @@ class SageBwdDqSm90(AttnTemplate):
         tile, span = work.tile, work.span
         kv_head = tile.head // work.group
         lane = cute.arch.lane_idx()
-        state = products.producer_state(self.stages)
+        state = loading.producer_state(self.stages)
         for i in cutlass.range(span.num_tiles, unroll=1):
             first = (span.first - i) * self.tile_n
             for t in cutlass.range_constexpr(cute.ceil_div(self.tile_n, 32)):
@@ -334,7 +335,7 @@ class SageBwdDqSm90(AttnTemplate):
         acc_dQ = cute.make_rmem_tensor(out_shape, Float32)
         acc_dQ.fill(0.0)
         phase = Int32(0)
-        pipes.kept.consumer_wait(products.consumer_state(1))
+        pipes.kept.consumer_wait(loading.consumer_state(1))
         walk = partial(self.walk, ops, pipes, acc_dQ, span)
         walk(Int32(0), phase, True, True)
         phase = phase ^ 1
@@ -457,15 +458,15 @@ class SageBwdDqSm90(AttnTemplate):
     def issue_scores(self, ops, acc_S, acc_dP, state):
         """Starts S = Q K^T and dP = dO V^T."""
         k = ops.k[None, None, None, state.index]
-        products.issue(ops.mmas[0], acc_S, self.dim // 32, ops.q, k, True)
+        wgmma.issue(ops.mmas[0], acc_S, self.dim // 32, ops.q, k)
         num_k = self.dim // (32 if self.int8_dp else 16)
         v = ops.v[None, None, None, state.index]
-        products.issue(ops.mmas[1], acc_dP, num_k, ops.dout, v)
+        wgmma.issue(ops.mmas[1], acc_dP, num_k, ops.dout, v, fence=False)
 
     def issue_dq(self, ops, acc, state):
         """Starts dQ += dS K."""
         k_t = ops.k_t[None, None, None, state.index]
-        products.issue(ops.mmas[2], acc, self.tile_n // 16, ops.ds, k_t, False, True)
+        wgmma.issue(ops.mmas[2], acc, self.tile_n // 16, ops.ds, k_t, fence=False, accumulate=True)
 
     @cute.jit
     def store(self, gmem, work, mma, acc, scale):

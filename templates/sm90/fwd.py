@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int8, Int32, const_expr, pipeline
+from cutlass import Float32, Int8, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from sage_cute.config import ARCHS, AttnProblem, FwdTileConfig, Status, supports_fwd
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
-from sage_cute.templates.blocks import epilogue, fold, ptx, softmax
+from sage_cute.templates.blocks import epilogue, fold, loading, ptx, softmax
 from sage_cute.templates.blocks.magic import MAGIC_BITS
 from sage_cute.templates.blocks.scheduler import (
     tile_coord,
@@ -20,7 +20,7 @@ from sage_cute.templates.blocks.scheduler import (
     visible_keys,
     whole_blocks,
 )
-from sage_cute.templates.mma import int8_sm90
+from sage_cute.templates.mma import int8_sm90, wgmma
 from sage_cute.templates.params import (
     BlockScales,
     FwdAccumulators,
@@ -83,7 +83,7 @@ class SageFwdSm90(AttnTemplate):
     def __init__(self, problem: AttnProblem, config: FwdTileConfig) -> None:
         """Static facts only; ask ``supports`` first."""
         self.problem, self.config = problem, config
-        self.head_dim, self.dtype = problem.head_dim, _DTYPES[problem.dtype]
+        self.head_dim, self.dtype = problem.head_dim, wgmma.DTYPES[problem.dtype]
         self.v_per_token = problem.v_scale == "per_token"
         self.exact_p = self.v_per_token and problem.p_scale == "per_block"
         self.slice_n = problem.head_dim // config.pv_slices
@@ -112,22 +112,17 @@ class SageFwdSm90(AttnTemplate):
     ):
         """Launches the kernel; ``num_ctas`` bounds the grid of a persistent one."""
         c = self.config
-        mQ, mK, mV = [_rows_first(t) for t in (q_codes, k_codes, v_t)]
+        mQ, mK, mV = [loading.rows_first(t) for t in (q_codes, k_codes, v_t)]
         mma_qk = int8_sm90.tiled_mma(c.num_consumer_wgs, c.tile_n, a_in_registers=False)
         mma_pv = int8_sm90.tiled_mma(c.num_consumer_wgs, self.slice_n, a_in_registers=True)
         layouts = SimpleNamespace(
-            q=int8_sm90.smem_layout(c.tile_m, self.head_dim),
-            k=int8_sm90.smem_layout(c.tile_n, self.head_dim, c.num_stages),
-            v=int8_sm90.smem_layout(self.head_dim, c.tile_n, c.num_stages),
+            q=wgmma.smem_layout(Int8, self.head_dim, (c.tile_m, self.head_dim)),
+            k=wgmma.smem_layout(Int8, self.head_dim, (c.tile_n, self.head_dim, c.num_stages)),
+            v=wgmma.smem_layout(Int8, c.tile_n, (self.head_dim, c.tile_n, c.num_stages)),
         )
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tma_q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (c.tile_m, self.head_dim))
-        tma_k = cpasync.make_tiled_tma_atom(
-            load, mK, cute.select(layouts.k, mode=[0, 1]), (c.tile_n, self.head_dim)
-        )
-        tma_v = cpasync.make_tiled_tma_atom(
-            load, mV, cute.select(layouts.v, mode=[0, 1]), (self.head_dim, c.tile_n)
-        )
+        tma_q = loading.tma(mQ, layouts.q, (c.tile_m, self.head_dim))
+        tma_k = loading.tma(mK, layouts.k, (c.tile_n, self.head_dim))
+        tma_v = loading.tma(mV, layouts.v, (self.head_dim, c.tile_n))
 
         @cute.struct
         class Storage:
@@ -192,10 +187,12 @@ class SageFwdSm90(AttnTemplate):
             for atom in (tma_q, tma_k, tma_v):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        pipe = partial(loading.pipe, consumers=4 * c.num_consumer_wgs)
+        k_bytes = c.tile_n * self.head_dim
         pipes = FwdPipes(
-            q=self.pipe(storage.q_barriers, 1, 1, c.tile_m * self.head_dim),
-            k=self.pipe(storage.k_barriers, c.num_stages, 2, c.tile_n * self.head_dim),
-            v=self.pipe(storage.v_barriers, c.num_stages, 1, c.tile_n * self.head_dim),
+            q=pipe(storage.q_barriers, 1, 1, tx_bytes=c.tile_m * self.head_dim),
+            k=pipe(storage.k_barriers, c.num_stages, 2, tx_bytes=k_bytes),
+            v=pipe(storage.v_barriers, c.num_stages, 1, tx_bytes=k_bytes),
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -228,19 +225,6 @@ class SageFwdSm90(AttnTemplate):
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(tidx - 128, gmem, smem, pipes, work, scale_log2, mma_qk, mma_pv)
 
-    def pipe(self, barriers, num_stages: int, producers: int, tx_bytes: int):
-        """A TMA pipeline whose consumers are all consumer warps."""
-        group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
-        return pipeline.PipelineTmaAsync.create(
-            barrier_storage=barriers.data_ptr(),
-            num_stages=num_stages,
-            producer_group=group(producers),
-            consumer_group=group(4 * self.config.num_consumer_wgs),
-            tx_count=tx_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-            defer_sync=True,
-        )
-
     def tile(self, index, work):
         """Coordinates of a tile, and how many key blocks it sees."""
         c, causal = self.config, self.problem.is_causal
@@ -269,8 +253,8 @@ class SageFwdSm90(AttnTemplate):
     def load(self, gmem, smem, pipes, work, tma_q, tma_k, tma_v):
         """Warp 0: the tiles of Q, K and V^T."""
         c, d = self.config, self.head_dim
-        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+        q_state = loading.producer_state(1)
+        state = loading.producer_state(c.num_stages)
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
             coord, num_blocks = self.tile(index, work)
@@ -280,9 +264,9 @@ class SageFwdSm90(AttnTemplate):
             )
             gK = cute.local_tile(gmem.k[None, None, kv_head, coord.batch], (c.tile_n, d), (None, 0))
             gV = cute.local_tile(gmem.v[None, None, kv_head, coord.batch], (d, c.tile_n), (0, None))
-            sQ, tQ = _partition(tma_q, smem.q, gQ)
-            sK, tK = _partition(tma_k, smem.k, gK)
-            sV, tV = _partition(tma_v, smem.v, gV)
+            sQ, tQ = loading.partition(tma_q, smem.q, gQ)
+            sK, tK = loading.partition(tma_k, smem.k, gK)
+            sV, tV = loading.partition(tma_v, smem.v, gV)
             if num_blocks > 0:
                 pipes.q.producer_acquire(q_state)
                 cute.copy(tma_q, tQ, sQ, tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
@@ -303,7 +287,7 @@ class SageFwdSm90(AttnTemplate):
         c = self.config
         lane = cute.arch.lane_idx()
         rounds = const_expr(cute.ceil_div(c.tile_n, 64))
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+        state = loading.producer_state(c.num_stages)
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
             coord, num_blocks = self.tile(index, work)
@@ -351,8 +335,8 @@ class SageFwdSm90(AttnTemplate):
         c = self.config
         wg = cute.arch.make_warp_uniform(tidx // 128)
         ops = self.operands(tidx, wg, smem, mma_qk, mma_pv)
-        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        q_state = loading.consumer_state(1)
+        state = loading.consumer_state(c.num_stages)
         before = state.clone()
         if const_expr(c.pingpong):  # noqa: SIM102
             if wg == c.num_consumer_wgs - 1:
@@ -467,7 +451,7 @@ class SageFwdSm90(AttnTemplate):
         if const_expr(c.pingpong):
             cute.arch.barrier(barrier_id=PINGPONG_BARRIER + wg, number_of_threads=256)
         k = ops.k[None, None, None, now.index]
-        int8_sm90.issue(ops.mma_qk, acc.s, self.head_dim // 32, ops.q, k)
+        wgmma.issue(ops.mma_qk, acc.s, self.head_dim // 32, ops.q, k)
         if const_expr(c.overlap):
             self.issue_product(ops, acc, 0, states.before, fence=False)
         if const_expr(c.pingpong):
@@ -549,7 +533,7 @@ class SageFwdSm90(AttnTemplate):
     def issue_product(self, ops, acc, n, state, fence=True):
         """Starts column slice n of P V."""
         v = ops.v[n][None, None, None, state.index]
-        int8_sm90.issue(ops.mma_pv, acc.pv, self.config.tile_n // 32, ops.p, v, fence)
+        wgmma.issue(ops.mma_pv, acc.pv, self.config.tile_n // 32, ops.p, v, fence)
 
     def product(self, ops, pipes, rows, acc, state):
         """P V of the block whose codes were just made, slice after slice, folded at once."""
@@ -595,18 +579,3 @@ def _largest(x):
     for i in range(cute.size(x)):
         top = cute.arch.fmax(top, x[i])
     return top
-
-
-_DTYPES = {"bfloat16": BFloat16, "float16": Float16}
-
-
-def _rows_first(t):
-    """(batch, heads, rows, columns) as (rows, columns, heads, batch)."""
-    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
-
-
-def _partition(tma, smem, gmem):
-    """Shared and global side of a TMA copy of whole tiles."""
-    return cpasync.tma_partition(
-        tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
-    )

@@ -1,0 +1,49 @@
+"""TMA copies of tiles, and the pipelines that they fill."""
+
+from functools import partial
+
+import cutlass.cute as cute
+from cutlass import pipeline
+from cutlass.cute.nvgpu import cpasync
+
+
+def rows_first(t):
+    """(batch, heads, rows, columns) as (rows, columns, heads, batch)."""
+    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
+
+
+def tma(tensor, layout, tile):
+    """A TMA copy of tiles into one stage of a layout: (atom, tensor)."""
+    op = cpasync.CopyBulkTensorTileG2SOp()
+    return cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tile)
+
+
+def partition(atom, smem, gmem):
+    """Shared and global side of a TMA copy of whole tiles."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+    )
+
+
+def pipe(barriers, num_stages: int, producers: int, consumers: int, tx_bytes: int):
+    """A TMA pipeline whose consumers are warps."""
+    group = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=barriers.data_ptr(),
+        num_stages=num_stages,
+        producer_group=group(producers),
+        consumer_group=group(consumers),
+        tx_count=tx_bytes,
+        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        defer_sync=True,
+    )
+
+
+def producer_state(stages: int):
+    """Where a producer of a pipeline starts."""
+    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
+
+
+def consumer_state(stages: int):
+    """Where a consumer of a pipeline starts."""
+    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
