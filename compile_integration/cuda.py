@@ -10,6 +10,7 @@ can capture it.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +27,6 @@ from sage_cute.numerics.forward import blind_queries, without_first
 from sage_cute.policies import resolve
 
 _CODES = ("q_codes", "q_scale", "k_codes", "k_scale", "k_mean")
-
-
-def _kernel_ready(x: Tensor) -> Tensor:
-    """x, or a copy where the kernels cannot read it: 16 bytes at a time along head_dim."""
-    step = 16 // x.element_size()
-    strides = (s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1)
-    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in strides):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -58,6 +50,7 @@ def _launch(
     # Here, so that importing the package stays as light as it is without a GPU.
     from sage_cute.compile.launch import V_SCALE_FORM, forward
     from sage_cute.compile.quant_launch import output_shapes, quant_spec, quantize
+    from sage_cute.compile.tensors import readable
     from sage_cute.tune.select import tile_config_of
 
     config, mix = tile_config_of("fwd", policy, q, k, is_causal), resolve(policy)
@@ -69,7 +62,7 @@ def _launch(
     if mix.q_scale == "per_block":  # as the reference does, see there
         q = without_first(q, blind_queries(q.shape[2], k.shape[2], is_causal))
     with _on_device_of(q):
-        quantize(*map(_kernel_ready, (q, k, v)), policy=mix, v_scale_form=V_SCALE_FORM, **buffers)
+        quantize(*map(readable, (q, k, v)), policy=mix, v_scale_form=V_SCALE_FORM, **buffers)
         forward(
             buffers["q_codes"],
             buffers["q_scale"],
@@ -107,32 +100,13 @@ def infer_cuda(
     return outputs
 
 
-def backward_cuda(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_codes: Tensor,
-    k_codes: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    q_mean: Tensor,
-    k_mean: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    policy: str,
-) -> Tensors3:
-    """``attn_backward`` by the kernels, which all work on codes."""
+def backward_cuda(*inputs: Any) -> Tensors3:
+    """``attn_backward`` by the kernels, which all work on codes, not on q, k and their means."""
     from sage_cute.compile.bwd_launch import backward
     from sage_cute.tune.select import tile_config_of
 
-    saved = q_codes, k_codes, q_scale, k_scale
-    outputs = backward_fake(
-        dout, dlse, q, k, v, out, lse, *saved, q_mean, k_mean, scale, is_causal, policy
-    )
+    outputs = backward_fake(*inputs)
+    dout, dlse, _, _, v, out, lse, *saved, _, _, scale, is_causal, policy = inputs
     with _on_device_of(v):
         backward(
             dout.to(out.dtype),

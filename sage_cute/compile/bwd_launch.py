@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sage_cute.compile import compiler
+from sage_cute.compile.tensors import DTYPES, LOG2_E, check_output, num_sms, readable
 from sage_cute.config import ARCHS, Arch, Status
-from sage_cute.config.arch import arch_of
 from sage_cute.config.bwd import (
     ROW_TILE,
     BwdProblem,
@@ -30,9 +29,6 @@ from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
     from sage_cute.policies import Policy
-
-LOG2_E = math.log2(math.e)
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +119,12 @@ def backward(
     scale: float,
     is_causal: bool,
     policy: Policy,
-    deterministic: bool = False,
     config: BwdTileConfig | None = None,
 ) -> None:
     """Gradients of INT8 attention into ``dq``, ``dk`` and ``dv``.
 
-    As :func:`sage_cute.numerics.backward.sage_backward` of the same policy on the same codes.
+    As :func:`sage_cute.numerics.backward.sage_backward` of the same policy on the same codes. The
+    bits are the same every time: no sum runs across CTAs.
 
     Args:
         dout: (batch, heads, seqlen_q, head_dim), bfloat16 or float16. Any strides; if head_dim is
@@ -147,7 +143,6 @@ def backward(
         scale: softmax scale, any number.
         is_causal: query i sees key j iff j <= i + seqlen_k - seqlen_q.
         policy: the mix.
-        deterministic: the bits are the same every time in either case: no sum runs across CTAs.
         config: a tile configuration; default: the one for this problem.
 
     Raises:
@@ -162,8 +157,8 @@ def backward(
         return
     if is_causal and seqlen_q > seqlen_k:  # the first queries see no key
         dq[:, :, : seqlen_q - seqlen_k].zero_()
-    _check_device(dout.device.index)
-    dout, out, v = (_aligned(x) for x in (dout, out, v))
+    num_sms(dout.device.index)  # raises on a GPU without kernels
+    dout, out, v = (readable(x, expanded=False) for x in (dout, out, v))  # for TMA
     dlse = None if dlse is None else dlse.contiguous()
     shapes = workspace_shapes(plan, tuple(q_codes.shape), tuple(k_codes.shape))
     w = {
@@ -220,36 +215,18 @@ def _plan(
     is_causal: bool,
     config: BwdTileConfig | None,
 ) -> BwdPlan:
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise DTypeError(f"the backward kernel takes bfloat16 or float16, not {dtype}: cast first")
     if reason := why_no_bwd(policy):
         raise UnsupportedError(reason)
     problem = BwdProblem.of(
         policy,
         head_dim=head_dim,
-        dtype=_DTYPES[dtype],  # type: ignore[arg-type]
+        dtype=DTYPES[dtype],
         is_causal=is_causal,
     )
     block_q = 1 if policy.q_scale == "per_token" else policy.block_q
     return bwd_plan(problem, config, block_q=block_q)
-
-
-@functools.cache
-def _check_device(device: int) -> None:
-    properties = torch.cuda.get_device_properties(device)
-    if arch_of((properties.major, properties.minor)) is None:
-        raise UnsupportedError(
-            f"{properties.name} has compute capability {properties.major}.{properties.minor}: "
-            "the backward kernels are written for 9.0 (Hopper)"
-        )
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """X as the kernels read it: head_dim contiguous, rows on 16 bytes; a copy if it must be."""
-    strides = [8 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    if x.stride(3) != 1 or any(s % 8 or s == 0 for s in strides) or x.data_ptr() % 16:
-        return x.contiguous()
-    return x.as_strided(x.shape, (*strides, 1))
 
 
 def _check(plan: BwdPlan, *tensors: Any) -> None:
@@ -285,13 +262,7 @@ def _check(plan: BwdPlan, *tensors: Any) -> None:
         if not x.is_contiguous():
             raise UnsupportedError(f"{name} is not contiguous: the kernel's inputs must be")
     for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):
-        if x.stride(-1) != 1 or any(
-            s % 8 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1
-        ):
-            raise UnsupportedError(
-                f"{name} has strides {x.stride()}: head_dim must be contiguous and rows start on "
-                "16 bytes; allocate it with torch.empty"
-            )
+        check_output(name, x)
 
 
 def compiled_preprocess(plan: BwdPlan) -> Any:

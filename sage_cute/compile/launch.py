@@ -11,18 +11,16 @@ from torch import Tensor
 
 from sage_cute.compile.compiler import compiled
 from sage_cute.compile.plan import CompilePlan, fwd_plan
+from sage_cute.compile.tensors import DTYPES, LOG2_E, check_output, num_sms
 from sage_cute.config import AttnProblem, FwdTileConfig, Status
-from sage_cute.config.arch import arch_of
 from sage_cute.config.problem import why_not_int8
 from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
     from sage_cute.policies import Policy
 
-LOG2_E = math.log2(math.e)
 V_SCALE_FORM: Final = "scale"
 """What ``v_scale`` holds, per token too: the dequantization multiplier itself."""
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def supports(policy: Policy, *, head_dim: int, dtype: torch.dtype, is_causal: bool) -> Status:
@@ -79,7 +77,7 @@ def forward(
         out.zero_()
         lse.fill_(-math.inf)
         return
-    num_ctas = _num_sms(out.device.index) if plan.config.persistent else 1
+    num_ctas = num_sms(out.device.index) if plan.config.persistent else 1
     compiled(plan)(
         q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale * LOG2_E, num_ctas
     )
@@ -93,28 +91,17 @@ def _plan(
     is_causal: bool,
     config: FwdTileConfig | None,
 ) -> CompilePlan:
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise DTypeError(f"the forward kernel writes bfloat16 or float16, not {dtype}: cast first")
     if reason := why_not_int8(policy):
         raise UnsupportedError(reason)
     problem = AttnProblem.of(
         policy,
         head_dim=head_dim,
-        dtype=_DTYPES[dtype],  # type: ignore[arg-type]
+        dtype=DTYPES[dtype],
         is_causal=is_causal,
     )
     return fwd_plan(problem, config)
-
-
-@functools.cache
-def _num_sms(device: int) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    if arch_of((properties.major, properties.minor)) is None:
-        raise UnsupportedError(
-            f"{properties.name} has compute capability {properties.major}.{properties.minor}: "
-            "the forward kernel is written for 9.0 (Hopper)"
-        )
-    return properties.multi_processor_count
 
 
 def _check(
@@ -153,10 +140,4 @@ def _check(
             raise UnsupportedError(f"{name} is not contiguous: the kernel's inputs must be")
     if not q_codes.is_contiguous():
         raise UnsupportedError("q_codes is not contiguous: the kernel's inputs must be")
-    if out.stride(-1) != 1 or any(
-        s % 8 for s, n in zip(out.stride()[:3], out.shape[:3], strict=True) if n > 1
-    ):
-        raise UnsupportedError(
-            f"out has strides {out.stride()}: head_dim must be contiguous and rows start on 16 "
-            "bytes; allocate it with torch.empty"
-        )
+    check_output("out", out)

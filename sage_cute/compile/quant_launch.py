@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sage_cute.compile import compiler
+from sage_cute.compile.tensors import DTYPES, rows_on_16_bytes
 from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
 from sage_cute.policies import Policy
 from sage_cute.templates.quant.spec import (
@@ -26,10 +27,6 @@ from sage_cute.templates.quant.spec import (
 )
 
 OUTPUTS = ("q_codes", "q_scale", "k_codes", "k_scale", "k_mean", "v_t", "v_scale", "mean_partials")
-_DTYPES: dict[torch.dtype, Literal["bfloat16", "float16"]] = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -47,7 +44,7 @@ def quant_spec(
     Raises:
         UnsupportedError: no kernel covers it; the message says why.
     """
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise DTypeError(f"quantization kernels take bfloat16 or float16, not {dtype}: cast first")
     if policy.smooth_q or policy.smooth_v:
         raise UnsupportedError(
@@ -59,7 +56,7 @@ def quant_spec(
             "no quantization kernel scales V per channel: set v_scale=per_token or per_block"
         )
     spec = QuantSpec(
-        dtype=_DTYPES[dtype],
+        dtype=DTYPES[dtype],
         head_dim=head_dim,
         block_q=(1 if policy.q_scale == "per_token" else policy.block_q) if qk else 0,
         block_k=(1 if policy.k_scale == "per_token" else policy.block_k) if qk else 0,
@@ -181,22 +178,20 @@ def _checked_input(spec: QuantSpec, name: str, x: Tensor | None) -> Tensor | Non
         if getattr(spec, f"block_{name}"):
             raise ShapeError(f"the policy quantizes {name}: it must be given")
         return None
-    if x.dim() != 4 or x.shape[3] != spec.head_dim or _DTYPES.get(x.dtype) != spec.dtype:
+    if x.dim() != 4 or x.shape[3] != spec.head_dim or DTYPES.get(x.dtype) != spec.dtype:
         raise ShapeError(
             f"{name} is {tuple(x.shape)} {x.dtype}: expected (batch, heads, seqlen, "
             f"{spec.head_dim}) in {spec.dtype}"
         )
-    b, h, s, d = x.stride()
-    if d == 1 and (b | h | s) % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    strides = [8 if n == 1 else stride for n, stride in zip(x.shape, (b, h, s), strict=False)]
-    if d != 1 or any(stride % 8 for stride in strides) or x.data_ptr() % 16:
+    rows = rows_on_16_bytes(x)
+    if rows is None:
         raise UnsupportedError(
             f"{name} has strides {x.stride()} and starts {x.data_ptr() % 16} bytes behind a "
             "multiple of 16: quantization reads 16 bytes at a time, so head_dim must be contiguous "
-            f"and every row start on 16 bytes: pass {name}.contiguous()"
+            f"and every row start on 16 bytes: pass {name}.contiguous(), or a clone of what is "
+            "contiguous but starts elsewhere"
         )
-    return x.as_strided(x.shape, (*strides, 1))
+    return rows
 
 
 def _check_output(name: str, out: Tensor | None, expected: Any) -> None:

@@ -86,10 +86,10 @@ PROGRAM = textwrap.dedent("""
 
     bwd_launch.compiled_preprocess = preprocess_kernel
     bwd_launch.compiled_keys, bwd_launch.compiled_queries = keys_kernel, queries_kernel
-    bwd_launch._check_device = lambda device: None
+    bwd_launch.num_sms = lambda device: 132
     LIB.impl("attn_backward", cuda.backward_cuda, "CPU", allow_override=True)
     quant_launch.compiled_quantize, launch.compiled = quantize_kernels, forward_kernel
-    launch._num_sms = lambda device: 132
+    launch.num_sms = lambda device: 132
     torch.cuda.current_device = lambda: None       # index of a CPU tensor's device
     LIB.impl("attn_fwd", cuda.fwd_cuda, "CPU", allow_override=True)
     LIB.impl("attn_infer", cuda.infer_cuda, "CPU", allow_override=True)
@@ -123,7 +123,8 @@ PROGRAM = textwrap.dedent("""
             f = sage_forward(q, k, V, scale=0.3, causal=True, policy=POLICY)
             dlse = torch.randn(2, 4, sq)
             for dout in (torch.randn(1).bfloat16().expand(q.shape),
-                         torch.randn(2, 4, 64, sq).bfloat16().mT):
+                         torch.randn(2, 4, 64, sq).bfloat16().mT,
+                         torch.randn(q.numel() + 1).bfloat16()[1:].view(q.shape)):
                 for gradient in (None, dlse):
                     expected = sage_backward(dout, gradient, q, k, V, f.out, f.lse, f.saved,
                                              scale=0.3, causal=True, policy=POLICY)

@@ -55,7 +55,7 @@ def stand_ins(monkeypatch):
 
     monkeypatch.setattr(quant_launch, "compiled_quantize", quantize)
     monkeypatch.setattr(launch, "compiled", forward)
-    monkeypatch.setattr(launch, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     monkeypatch.setattr(tune_gpu, "kernel_cache", lambda: None)
     return flipped
 

@@ -87,7 +87,7 @@ def _poisoned(*args, **kwargs):
 _EMPTY = torch.empty
 
 
-def launch(case, inputs, *, config=None, deterministic=False):
+def launch(case, inputs, *, config=None):
     """The kernels' dq, dk, dv; outputs and workspace are poisoned before."""
     cuda = lambda x: None if x is None else x.cuda()
     saved = inputs.saved
@@ -111,7 +111,6 @@ def launch(case, inputs, *, config=None, deterministic=False):
             scale=case.softmax_scale,
             is_causal=case.causal,
             policy=resolve(case.policy),
-            deterministic=deterministic,
             config=config,
         )
     return dq, dk, dv

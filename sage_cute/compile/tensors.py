@@ -1,0 +1,70 @@
+"""What all launches ask of their tensors and of the device."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from sage_cute.config.arch import arch_of
+from sage_cute.errors import UnsupportedError
+
+LOG2_E: Final = math.log2(math.e)
+DTYPES: Final[dict[torch.dtype, Literal["bfloat16", "float16"]]] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+@functools.cache
+def num_sms(device: int) -> int:
+    """Multiprocessors of a GPU that there are kernels for.
+
+    Raises:
+        UnsupportedError: there are none for it.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    if arch_of((properties.major, properties.minor)) is None:
+        raise UnsupportedError(
+            f"{properties.name} has compute capability {properties.major}.{properties.minor}: "
+            "the kernels are written for 9.0 (Hopper)"
+        )
+    return properties.multi_processor_count
+
+
+def rows_on_16_bytes(x: Tensor) -> Tensor | None:
+    """X (..., head_dim), 16-bit, as kernels read it, or None if it must be copied for that.
+
+    They read 16 bytes at a time: head_dim must be contiguous and every row start on 16 bytes.
+    Dimensions of size 1 may have any stride; it becomes 8: kernels are compiled for its multiples.
+    """
+    *strides, last = x.stride()
+    if last == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in strides):
+        return x
+    strides = [8 if n == 1 else s for n, s in zip(x.shape, strides, strict=False)]
+    if last != 1 or any(s % 8 for s in strides) or x.data_ptr() % 16:
+        return None
+    return x.as_strided(x.shape, (*strides, 1))
+
+
+def readable(x: Tensor, *, expanded: bool = True) -> Tensor:
+    """X as kernels read it, a copy if it must be; also, unless ``expanded``, if strides are 0."""
+    rows = rows_on_16_bytes(x)
+    repeats = any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
+    if rows is None or (repeats and not expanded):
+        # Not contiguous(): that returns a contiguous tensor wherever it starts.
+        return x.clone(memory_format=torch.contiguous_format)
+    return rows
+
+
+def check_output(name: str, x: Tensor) -> None:
+    """Raises where a kernel cannot write rows of a 16-bit output."""
+    strides = (s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
+    if x.stride(-1) != 1 or any(s % 8 for s in strides):
+        raise UnsupportedError(
+            f"{name} has strides {x.stride()}: head_dim must be contiguous and rows start on 16 "
+            "bytes; allocate it with torch.empty"
+        )
