@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sage_cute.compile import bwd_launch, launch, quant_launch
+from sage_cute.compile import bwd_launch, launch, quant_launch, tensors
 from sage_cute.compile.compiler import compile_plan
 from sage_cute.compile.kernel import Kernel
 from sage_cute.config import AttnProblem
 from sage_cute.config.bwd import BwdProblem
 from sage_cute.policies import resolve
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in tensors.DTYPES.items()}
 
 
 class Call(NamedTuple):

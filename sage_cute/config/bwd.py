@@ -6,10 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from sage_cute.config.arch import Arch
-from sage_cute.config.constraints import HEAD_DIMS, Status
-from sage_cute.config.constraints import consumer_registers as _consumer_registers
+from sage_cute.config.constraints import HEAD_DIMS, Status, consumer_registers
 from sage_cute.config.problem import DType
-from sage_cute.config.tile_config import FwdTileConfig
 
 if TYPE_CHECKING:
     from sage_cute.policies import Policy
@@ -110,11 +108,6 @@ def default_bwd_config(problem: BwdProblem) -> BwdTileConfig:
     # keys and causal masks take registers that statistics of queries would otherwise have.
     ahead = 2 if problem.block_k < 128 else 3 if problem.is_causal else 4
     return BwdTileConfig(num_stages=2 if problem.dp == "int8" else 3, ahead=ahead)
-
-
-def consumer_registers(num_consumer_wgs: int, arch: Arch) -> int:
-    """Registers of a consumer thread, once the producer has given up its own."""
-    return _consumer_registers(FwdTileConfig(num_consumer_wgs=num_consumer_wgs), arch)
 
 
 def bwd_smem_bytes(problem: BwdProblem, config: BwdTileConfig) -> tuple[int, int]:

@@ -33,16 +33,16 @@ def fwd_smem_bytes(problem: AttnProblem, config: FwdTileConfig) -> int:
     return q + config.num_stages * (kv + scales) + barriers + 3 * 1024
 
 
-def consumer_registers(config: FwdTileConfig, arch: Arch) -> int:
+def consumer_registers(num_consumer_wgs: int, arch: Arch) -> int:
     """Registers a consumer thread gets once the producer has given up its own.
 
     ``setmaxnreg`` moves registers within what the CTA was launched with, an equal multiple of 8 for
     each thread: asking for more than that waits forever.
     """
-    threads = 128 * (1 + config.num_consumer_wgs)
+    threads = 128 * (1 + num_consumer_wgs)
     launched = min(arch.registers // threads // 8 * 8, 248) * threads
     left = launched - 128 * PRODUCER_REGISTERS
-    return min(arch.max_registers, left // (128 * config.num_consumer_wgs) // 8 * 8)
+    return min(arch.max_registers, left // (128 * num_consumer_wgs) // 8 * 8)
 
 
 def fwd_registers(problem: AttnProblem, config: FwdTileConfig) -> int:
@@ -96,7 +96,7 @@ def _resource_reason(problem: AttnProblem, config: FwdTileConfig, arch: Arch) ->
     smem = fwd_smem_bytes(problem, config)
     if smem > arch.smem_bytes:
         return f"shared memory {smem} of {arch.smem_bytes} bytes: take fewer stages"
-    need, have = fwd_registers(problem, config), consumer_registers(config, arch)
+    need, have = fwd_registers(problem, config), consumer_registers(config.num_consumer_wgs, arch)
     if need > have + 24:  # a few may be rematerialized
         return f"{need} registers a thread of {have}: take fewer warpgroups or no overlap"
     return ""

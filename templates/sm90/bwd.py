@@ -10,8 +10,8 @@ from cutlass import BFloat16, Float32, Int8, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from sage_cute.config import ARCHS, Status
-from sage_cute.config.bwd import BwdProblem, BwdTileConfig, consumer_registers, supports_bwd
-from sage_cute.config.constraints import PRODUCER_REGISTERS
+from sage_cute.config.bwd import BwdProblem, BwdTileConfig, supports_bwd
+from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
 from sage_cute.templates.blocks import bwd_products as products
 from sage_cute.templates.blocks import bwd_scores, loading, ptx

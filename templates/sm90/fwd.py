@@ -88,7 +88,7 @@ class SageFwdSm90(AttnTemplate):
         self.exact_p = self.v_per_token and problem.p_scale == "per_block"
         self.slice_n = problem.head_dim // config.pv_slices
         self.threads = 128 * (1 + config.num_consumer_wgs)
-        self.consumer_registers = consumer_registers(config, ARCH)
+        self.consumer_registers = consumer_registers(config.num_consumer_wgs, ARCH)
 
     @staticmethod
     def supports(problem: AttnProblem, config: FwdTileConfig) -> Status:

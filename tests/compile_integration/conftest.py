@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -83,3 +88,29 @@ def graphs_of() -> Callable[..., list[list[str]]]:
         return seen
 
     return graphs
+
+
+@pytest.fixture
+def on_two_processes() -> Callable[..., None]:
+    """Runs a program as two ranks; each must end well and print a text."""
+
+    def run(program: pathlib.Path, *arguments: str, prints: str) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(program), *arguments],
+                env={**os.environ, **world, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for process in processes:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0 and prints in output, output[-4000:]
+
+    return run

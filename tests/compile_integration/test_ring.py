@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import runpy
-import socket
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -52,48 +48,20 @@ EXACT = textwrap.dedent("""
 """)
 
 
-def run(*command: str) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *command],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    for process in processes:
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0 and "gradients differ by" in output, output[-4000:]
-
-
-def test_gradients_equal_those_of_one_process(tmp_path) -> None:
+def test_gradients_equal_those_of_one_process(tmp_path, on_two_processes) -> None:
     program = tmp_path / "exact.py"
     program.write_text(EXACT)
-    run(str(program), str(EXAMPLE))
+    on_two_processes(program, str(EXAMPLE), prints="gradients differ by nothing")
 
 
-def test_the_example_runs() -> None:
-    run(str(EXAMPLE))
+def test_the_example_runs(on_two_processes) -> None:
+    on_two_processes(EXAMPLE, prints="gradients differ by")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_two_gpus() -> None:
-    run(str(EXAMPLE))
+def test_on_two_gpus(on_two_processes) -> None:
+    on_two_processes(EXAMPLE, prints="gradients differ by")
 
 
 def test_importing_the_example_starts_nothing() -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -17,22 +13,7 @@ if importlib.util.find_spec("cutlass") is None:
 from sage_cute.config.bwd import BwdProblem, default_bwd_config
 from sage_cute.policies import resolve
 
-SCRIPT = pathlib.Path(__file__).with_name("bwd_compile_report.py")
 POLICIES = ("fast", "fast:k_scale=per_token", "fast:dp=16bit", "accurate")
-
-
-def reports(tmp_path: pathlib.Path, cases: list[dict]) -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), *map(json.dumps, cases)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
-    assert len(lines) == len(cases)
-    return [json.loads(line.removeprefix("REPORT ")) for line in lines]
 
 
 def kernels(head_dim, dtype, causal, policy, **more):
@@ -41,14 +22,14 @@ def kernels(head_dim, dtype, causal, policy, **more):
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
-def test_every_kernel_compiles_to_the_products_of_its_policy(tmp_path, head_dim):
+def test_every_kernel_compiles_to_the_products_of_its_policy(reports, head_dim):
     cases = [
         case
         for dtype, causal in (("bfloat16", True), ("float16", False))
         for policy in ("fast", "fast:dp=16bit")
         for case in kernels(head_dim, dtype, causal, policy)
     ]
-    for report in reports(tmp_path, cases):
+    for report in reports(cases):
         case, keys = report["case"], report["case"]["kernel"] == "keys"
         problem = BwdProblem.of(
             resolve(case["policy"]),
@@ -69,7 +50,7 @@ def test_every_kernel_compiles_to_the_products_of_its_policy(tmp_path, head_dim)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
-def test_the_preprocess_compiles(tmp_path, head_dim):
+def test_the_preprocess_compiles(reports, head_dim):
     cases = [
         {
             "head_dim": head_dim,
@@ -80,18 +61,18 @@ def test_the_preprocess_compiles(tmp_path, head_dim):
         }
         for policy in POLICIES
     ]
-    assert all(report["other_products"] == 0 for report in reports(tmp_path, cases))
+    assert all(report["other_products"] == 0 for report in reports(cases))
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas on PATH")
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_tuned_kernels_are_not_serialized_and_do_not_spill(tmp_path, head_dim):
+def test_tuned_kernels_are_not_serialized_and_do_not_spill(reports, head_dim):
     cases = [
         case
         for causal in (False, True)
         for policy in POLICIES
         for case in kernels(head_dim, "bfloat16", causal, policy, assemble=True)
     ]
-    for report in reports(tmp_path, cases):
+    for report in reports(cases):
         assert report["warnings"] == [], report
         assert report["spill_stores"] == 0, report

@@ -6,8 +6,6 @@ import dataclasses
 import importlib.util
 import math
 import pathlib
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -170,13 +168,5 @@ def test_more_heads_than_a_grid_dimension_holds():
     check(case.errors(case.Case((2, 33000, 33000, 5, 7), 64)))
 
 
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer(tool):
-    done = subprocess.run(
-        ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, str(_PATH)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+def test_sanitizer(sanitize):
+    sanitize(_PATH)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import pathlib
-import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -147,9 +144,12 @@ def test_nan_scales_poison_the_rows_that_see_them_and_no_others():
         poisoned = {**clean, name: clean[name].clone()}
         poisoned[name][..., index] = math.nan
         out, _ = case.launch(poisoned, **arguments)
-        assert torch.isfinite(out[:, :, :first]).all()
-        error = (out[:, :, :first] - expected[:, :, :first]).float().norm()
-        assert error < 3e-3 * expected[:, :, :first].float().norm()
+        block = at // 128 * 128
+        assert torch.equal(out[:, :, :block], expected[:, :, :block])
+        # The block's largest V scale may have been the one that is NaN now: other codes, then.
+        between = out[:, :, block:first].float(), expected[:, :, block:first].float()
+        assert torch.isfinite(between[0]).all()
+        assert (between[0] - between[1]).norm() <= 3e-3 * between[1].norm()
         assert out[:, :, first:].isnan().all()
     poisoned = {**clean, "q_scale": clean["q_scale"].clone()}
     poisoned["q_scale"][..., at] = math.nan
@@ -180,13 +180,5 @@ def test_more_than_65535_heads():
     assert (out.float().cpu() - expected.out).norm() < 3e-3 * expected.out.norm()
 
 
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer(tool):
-    done = subprocess.run(
-        ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, str(_PATH)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+def test_sanitizer(sanitize):
+    sanitize(_PATH)
