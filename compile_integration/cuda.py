@@ -106,7 +106,8 @@ def backward_cuda(*inputs: Any) -> Tensors3:
     from sage_cute.tune.select import tile_config_of
 
     outputs = backward_fake(*inputs)
-    dout, dlse, _, _, v, out, lse, *saved, _, _, scale, is_causal, policy = inputs
+    dout, dlse, _, _, v, out, lse, q_codes, k_codes, q_scale, k_scale, _, _, *static = inputs
+    scale, is_causal, policy = static
     with _on_device_of(v):
         backward(
             dout.to(out.dtype),
@@ -114,7 +115,10 @@ def backward_cuda(*inputs: Any) -> Tensors3:
             v,
             out,
             lse,
-            *saved,
+            q_codes,
+            k_codes,
+            q_scale,
+            k_scale,
             *outputs,
             scale=default_scale(out, scale),
             is_causal=is_causal,
