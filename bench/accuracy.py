@@ -10,19 +10,12 @@ bfloat16. On a CPU these are the errors of the numerics that the kernels must re
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import re
-import shlex
-import sys
-from datetime import date
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 
-import sage_cute
+from bench import result_files
 from sage_cute.testing import (
     INPUT_CLASSES,
     TENSORS,
@@ -34,7 +27,6 @@ from sage_cute.testing import (
     run_reference,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
 CLASSES = (*(f"g{sigma}" for sigma in (1, 3, 5)), *list(INPUT_CLASSES)[1:])
 CAUSAL = {"qkn", "qlr", "sink", "sinkv1", "diag", "llm"}  # as a decoder would see them
 BASELINE = "16-bit"
@@ -101,8 +93,7 @@ def describe(meta: dict[str, Any]) -> str:
     """Where the figures come from, in one line."""
     return (
         f"Relative L2 error against float64 of O, dV, dQ, dK; bfloat16 inputs {meta['shape']}, "
-        f"{meta['seeds']} seeds. `{meta['command']}` on {meta['device']}, torch {meta['torch']}, "
-        f"sage-cute {meta['sage_cute']}, {meta['date']}."
+        f"{meta['seeds']} seeds. {result_files.source(meta)}"
     )
 
 
@@ -118,22 +109,9 @@ def main() -> None:
     parser.add_argument("--readme", action="store_true", help="put the table into README.md")
     args = parser.parse_args()
     rows = measure(args)
-    cuda = args.device.startswith("cuda")
-    meta = {
-        "device": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})",
-        "torch": torch.__version__,
-        "sage_cute": sage_cute.__version__,
-        "python": platform.python_version(),
-        "date": date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "bench.accuracy", *sys.argv[1:]]),
-        "shape": [1, args.heads, args.seqlen, args.head_dim],
-        "seeds": args.seeds,
-        "policies": {p: sage_cute.policies()[p].asdict() for p in args.policies},
-    }
-    name = re.sub(r"\W+", "_", meta["device"]).strip("_").lower() if cuda else "cpu"
-    path = ROOT / "bench" / "results" / f"accuracy-{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    meta = result_files.meta("bench.accuracy", args.device, args.policies)
+    meta |= {"shape": [1, args.heads, args.seqlen, args.head_dim], "seeds": args.seeds}
+    result_files.save("accuracy", {"meta": meta, "rows": rows}, args.device)
     text = f"{table(rows)}\n\n{describe(meta)}"
     print(text)
     if args.readme:
