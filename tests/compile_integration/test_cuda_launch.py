@@ -18,6 +18,7 @@ PROGRAM = textwrap.dedent("""
     from sage_cute.policies import resolve
     from sage_cute.tune import select
 
+    torch.manual_seed(0)
     calls = []
 
     def tuned(direction, call, shape, device):  # the tables' choice: not the default one
@@ -130,8 +131,10 @@ PROGRAM = textwrap.dedent("""
                                              scale=0.3, causal=True, policy=POLICY)
                     actual = torch.ops.sage.attn_backward(
                         dout, gradient, None, None, V, f.out, f.lse, *f.saved, 0.3, True, policy)
+                    # The kernel's float32 scale may tip a code at a tie: one element, not many.
                     for a, b in zip(actual, expected):
-                        torch.testing.assert_close(a, b, rtol=0.02, atol=1e-3)
+                        error = (a.double() - b.double()).norm()
+                        assert error <= 1e-3 * b.double().norm(), error
     print("launched")
 """)
 
