@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from sage_cute.config.arch import Arch
-from sage_cute.config.constraints import HEAD_DIMS, Status, consumer_registers
-from sage_cute.config.problem import DType
+from sage_cute.config.constraints import Status, consumer_registers
+from sage_cute.config.problem import DType, why_not_head_dim
 
 if TYPE_CHECKING:
     from sage_cute.policies import Policy
@@ -151,8 +151,8 @@ def supports_bwd(problem: BwdProblem, config: BwdTileConfig, arch: Arch) -> Stat
 
 
 def _problem_reason(problem: BwdProblem, config: BwdTileConfig) -> str:
-    if problem.head_dim not in HEAD_DIMS:
-        return f"head_dim={problem.head_dim}: kernels exist for {HEAD_DIMS}; pad the inputs"
+    if reason := why_not_head_dim(problem.head_dim):
+        return reason
     for name in ("block_k", "block_v"):
         if getattr(problem, name) not in (0, 1, 16, 32, 64, 128):
             return f"{name}={getattr(problem, name)}: the kernel takes 16 to 128 keys a scale"

@@ -29,6 +29,11 @@ class AttnProblem:
     p_scale: Literal["per_block", "bounded"]
     p_max: Literal[127, 255]
 
+    @property
+    def padded_dim(self) -> int:
+        """head_dim as the products see it, a multiple of 32; TMA fills up with zeros."""
+        return -(-self.head_dim // 32) * 32
+
     @classmethod
     def of(cls, policy: Policy, *, head_dim: int, dtype: DType, is_causal: bool) -> AttnProblem:
         """The forward problem of a policy. Ask ``why_not_int8(policy)`` first."""
@@ -44,6 +49,13 @@ class AttnProblem:
             p_scale="bounded" if policy.v_scale == "per_block" else policy.p_scale,
             p_max=policy.p_max,
         )
+
+
+def why_not_head_dim(head_dim: int) -> str:
+    """The reason why no kernel exists for a head_dim, with the remedy; empty if there is one."""
+    if head_dim % 8 == 0 and 16 <= head_dim <= 256:
+        return ""
+    return f"head_dim={head_dim}: kernels take multiples of 8 from 16 to 256; pad the inputs"
 
 
 def why_not_int8(policy: Policy) -> str | None:
