@@ -23,9 +23,9 @@ from sage_cute.config.bwd import (
     BwdTileConfig,
     default_bwd_config,
     supports_bwd,
-    why_no_bwd,
 )
 from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
+from sage_cute.limits import HOPPER
 
 if TYPE_CHECKING:
     from sage_cute.policies import Policy
@@ -217,7 +217,7 @@ def _plan(
 ) -> BwdPlan:
     if dtype not in DTYPES:
         raise DTypeError(f"the backward kernel takes bfloat16 or float16, not {dtype}: cast first")
-    if reason := why_no_bwd(policy):
+    if reason := HOPPER.why_not_policy("backward", policy):
         raise UnsupportedError(reason)
     problem = BwdProblem.of(
         policy,

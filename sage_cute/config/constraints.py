@@ -7,8 +7,8 @@ import dataclasses
 from sage_cute.config.arch import Arch
 from sage_cute.config.problem import AttnProblem
 from sage_cute.config.tile_config import FwdTileConfig
+from sage_cute.limits import HOPPER
 
-HEAD_DIMS = (32, 64, 96, 128, 256)
 PRODUCER_REGISTERS = 24
 _ROW_STATE_REGISTERS = 36  # row statistics, column factors in flight, addresses, loop counters
 
@@ -64,8 +64,8 @@ def supports_fwd(problem: AttnProblem, config: FwdTileConfig, arch: Arch) -> Sta
 
 
 def _problem_reason(problem: AttnProblem, config: FwdTileConfig, arch: Arch) -> str:
-    if problem.head_dim not in HEAD_DIMS:
-        return f"head_dim={problem.head_dim}: kernels exist for {HEAD_DIMS}; pad the inputs"
+    if reason := HOPPER.why_not_head_dim(problem.head_dim):
+        return reason
     if problem.block_k not in (32, 64, 128):
         return f"block_k={problem.block_k}: the kernel takes 32, 64 or 128 keys a block"
     return ""

@@ -26,8 +26,13 @@ BAD = {
         (GOOD[0], GOOD[1].bfloat16(), GOOD[2]),
         {},
     ),
-    "float64": (DTypeError, "dtype torch.float64; cast", [x.double() for x in GOOD], {}),
-    "int8": (DTypeError, "dtype torch.int8; cast", [x.char() for x in GOOD], {}),
+    "float64": (
+        DTypeError,
+        "dtype float64: the CPU takes float16, bfloat16 and float32; cast",
+        [x.double() for x in GOOD],
+        {},
+    ),
+    "int8": (DTypeError, "dtype int8: the CPU takes .*; cast", [x.char() for x in GOOD], {}),
     "k and v lengths": (ShapeError, "must have the same shape", (*GOOD[:2], t(B, 2, S + 1, D)), {}),
     "head_dim of v": (ShapeError, "head_dim of v other", (*GOOD[:2], t(B, 2, S, D + 8)), {}),
     "head_dim of k": (
@@ -45,8 +50,18 @@ BAD = {
     ),
     "fewer query heads": (ShapeError, "no multiple", (t(B, 2, S, D),) + (t(B, 4, S, D),) * 2, {}),
     "no key heads": (ShapeError, "no multiple of 0", (t(B, 2, S, D),) + (t(B, 0, S, D),) * 2, {}),
-    "head_dim 257": (UnsupportedError, "head_dim 257; 1 to 256", (t(1, 1, S, 257),) * 3, {}),
-    "head_dim 0": (UnsupportedError, "head_dim 0; 1 to 256", (t(1, 1, S, 0),) * 3, {}),
+    "head_dim 257": (
+        UnsupportedError,
+        "head_dim 257: the CPU takes 1 to 256; use fewer",
+        (t(1, 1, S, 257),) * 3,
+        {},
+    ),
+    "head_dim 0": (
+        UnsupportedError,
+        "head_dim 0: the CPU takes 1 to 256; pad q, k and v with zeros to 1",
+        (t(1, 1, S, 0),) * 3,
+        {},
+    ),
     "devices": (
         UnsupportedError,
         "different devices",
@@ -149,8 +164,14 @@ def test_layout_and_scale_of_the_python_api() -> None:
 @pytest.mark.parametrize(
     ("error", "text", "dtype", "head_dim", "policy"),
     [
-        (DTypeError, "no CUDA kernel for float32; cast", torch.float32, 64, "fast"),
-        (UnsupportedError, "head_dim", torch.bfloat16, 40, "fast"),
+        (
+            DTypeError,
+            "dtype float32: NVIDIA Hopper takes float16 and bfloat16; cast",
+            torch.float32,
+            64,
+            "fast",
+        ),
+        (UnsupportedError, "pad q, k and v with zeros to 64", torch.bfloat16, 40, "fast"),
         (UnsupportedError, "pv=int8", torch.float16, 64, "fast:pv=16bit,dp=16bit"),
         (UnsupportedError, "smooth_q=false", torch.bfloat16, 64, "fast:smooth_q=true"),
         (UnsupportedError, "k_scale=per_block", torch.bfloat16, 64, "fast:k_scale=per_token"),
