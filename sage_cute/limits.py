@@ -121,7 +121,7 @@ HOPPER: Final = Family(
     name="NVIDIA Hopper",
     how="kernels",
     dtypes=("float16", "bfloat16"),
-    head_dims=(32, 64, 96, 128, 256),
+    head_dims=range(16, 257, 8),
     masks={"causal": BOTH, "window": NEITHER, "key_lengths": NEITHER, "packed": NEITHER},
     rules={
         "forward": (

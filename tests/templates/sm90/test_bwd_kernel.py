@@ -74,7 +74,7 @@ def test_other_scales(policy, causal):
     check(case.errors(case.Case((2, 4, 2, 300, 500), 128, policy_of(policy), causal)))
 
 
-@pytest.mark.parametrize("head_dim", [32, 96, 256])
+@pytest.mark.parametrize("head_dim", [16, 32, 40, 72, 96, 136, 200, 256])
 @pytest.mark.parametrize("policy", [FIRST, SIXTEEN])
 @pytest.mark.parametrize("causal", [False, True])
 def test_other_head_dims(head_dim, policy, causal):
