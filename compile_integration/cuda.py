@@ -23,7 +23,7 @@ from sage_cute.compile_integration.ops import (
     infer_fake,
 )
 from sage_cute.compile_integration.schema import LIB
-from sage_cute.numerics.forward import blind_queries, without_first
+from sage_cute.numerics.visibility import Visibility, only
 from sage_cute.policies import resolve
 
 _CODES = ("q_codes", "q_scale", "k_codes", "k_scale", "k_mean")
@@ -60,7 +60,7 @@ def _launch(
         for name, (shape, dtype) in output_shapes(spec, q.shape, k.shape).items()
     }
     if mix.q_scale == "per_block":  # as the reference does, see there
-        q = without_first(q, blind_queries(q.shape[2], k.shape[2], is_causal))
+        q = only(q, Visibility.of(q.shape[2], k.shape[2], is_causal).seeing())
     with _on_device_of(q):
         quantize(*map(readable, (q, k, v)), policy=mix, v_scale_form=V_SCALE_FORM, **buffers)
         forward(
