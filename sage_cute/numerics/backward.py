@@ -19,6 +19,7 @@ from sage_cute.numerics.forward import (
     LOG2_E,
     Saved,
     Scores,
+    alike,
     group_heads,
     k_block,
     q_block,
@@ -171,7 +172,7 @@ def _backward(
     dq = dout.new_zeros((batch, kv_heads, group, seqlen_q, head_dim), dtype=torch.float32)
     dk, dv = (dout.new_zeros(v.shape, dtype=torch.float32) for _ in "kv")
     for keys, queries, mask in sight.blocks(policy.bwd_block_k, policy.bwd_block_q):
-        p = scores(keys, queries).sub_(log2_sum[..., queries, :]).exp2_()
+        p = alike(Tensor.exp2_, scores(keys, queries).sub_(log2_sum[..., queries, :]))
         dpj = dp(keys, queries)
         ds = p * (dpj - delta[..., queries, :])
         if mask is not None:
@@ -184,9 +185,7 @@ def _backward(
         per_key = policy.p_bwd_scale == "per_key"
         dv[..., keys, :] += _contract_queries(p, dv_operand, queries, per_key, kv_heads, dtype)[0]
         per_key = policy.ds_dk_scale == "per_key"
-        dkj, ds_hat = _contract_queries(
-            ds, dk_operand, queries, per_key, kv_heads, torch.bfloat16
-        )
+        dkj, ds_hat = _contract_queries(ds, dk_operand, queries, per_key, kv_heads, torch.bfloat16)
         dk[..., keys, :] += dkj
         if q_mean is not None:
             dk[..., keys, :] += (ds_hat.mT @ q_mean[..., queries, :]).sum(2)

@@ -12,6 +12,7 @@ Scores are kept in log2 units, as the kernels keep them. Vectorized over everyth
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -88,6 +89,20 @@ def k_block(policy: Policy) -> int:
 def round16(x: Tensor, dtype: torch.dtype) -> Tensor:
     """X as an operand of a 16-bit product: rounded to dtype (bfloat16 for float32), in float32."""
     return x.to(torch.bfloat16 if dtype == torch.float32 else dtype).float()
+
+
+def alike(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function, in place, that gives a value the same result wherever it lies in x.
+
+    At the ends of its threads' shares torch takes instructions that round otherwise than the
+    vectorized ones. Here all elements are vectorized, so that a row depends on no number of rows.
+    """
+    flat = x.flatten()
+    if short := -flat.numel() % 64:
+        flat = torch.nn.functional.pad(flat, (0, short))
+    for share in flat.split(1 << 14):  # of one thread
+        function(share)
+    return flat[: x.numel()].view(x.shape)
 
 
 def group_heads(x: Tensor, kv_heads: int) -> Tensor:
@@ -174,17 +189,15 @@ def sage_forward(
         mean = None if k_mean is None else k_mean[b : b + 1]
         one = q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length], mean
         parts.append(_forward(*one, sight.padded_from(length), scale, policy))
-    saved = saved_shapes(tuple(q.shape), tuple(k.shape), policy).values()
-    return SageForward(
-        torch.cat([part.out for part in parts]),
-        torch.cat([part.lse for part in parts]),
-        Saved(
-            *(
-                torch.cat([_zero_padded(x, (1, *shape[1:])) for x in xs])
-                for xs, shape in zip(zip(*(part.saved for part in parts)), saved, strict=True)
-            )
-        ),
-    )
+    shapes = saved_shapes(tuple(q.shape), tuple(k.shape), policy)
+    saved = {
+        name: torch.cat(
+            [_zero_padded(getattr(part.saved, name), (1, *shape[1:])) for part in parts]
+        )
+        for name, shape in shapes.items()
+    }
+    out, lse = torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts])
+    return SageForward(out, lse, Saved(**saved))
 
 
 def _zero_padded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -256,16 +269,16 @@ def _forward(
         m, l, o = (x[..., queries, :] for x in (row_max, row_sum, acc))
         block_max = s.amax(-1, keepdim=True)
         m_new = torch.maximum(m, block_max)
-        shrink = torch.exp2(m - m_new)
+        shrink = alike(Tensor.exp2_, m - m_new)
         m.copy_(m_new)
         if v_scale is None:
-            p = s.sub_(m_new).exp2_()
+            p = alike(Tensor.exp2_, s.sub_(m_new))
             l.mul_(shrink).add_(p.sum(-1, keepdim=True))
             o.mul_(shrink).add_(round16(p, v.dtype) @ values[..., keys, :])
             continue
         # Against the block's own max, then moved to the running one: what a kernel does.
-        p = s.sub_(block_max).exp2_()
-        grow = torch.exp2(block_max - m_new)
+        p = alike(Tensor.exp2_, s.sub_(block_max))
+        grow = alike(Tensor.exp2_, block_max - m_new)
         l.mul_(shrink).add_(grow * p.sum(-1, keepdim=True))
         per_key = v_scale[..., keys, :]
         if policy.v_scale == "per_token":
@@ -291,7 +304,7 @@ def _forward(
     out = torch.where(seen, acc / row_sum, 0.0)
     if v_mean is not None:
         out = torch.where(seen, out + v_mean[:, :, None, None], 0.0)
-    lse = (row_max + row_sum.log2()) / LOG2_E
+    lse = (row_max + alike(Tensor.log2_, row_sum)) / LOG2_E
     return SageForward(out.flatten(1, 2).to(q.dtype), lse.squeeze(-1).flatten(1, 2), saved)
 
 
