@@ -337,18 +337,10 @@ MUTATIONS += (
         (f"{OPS}/test_autograd.py",),
     ),
     Mutation(
-        "rows without keys: their dO kept",
+        "rows without keys: counted in tiles of queries",
         BACKWARD,
-        "dout, q = without_first(dout, blind), without_first(q, blind)",
-        "q = without_first(q, blind)",
-        (f"{OPS}/test_autograd.py",),
-    ),
-    Mutation(
-        "rows without keys: their codes of Q kept",
-        BACKWARD,
-        "without_first(q_hat, blind)",
-        "q_hat",
-        (f"{OPS}/test_autograd.py",),
+        "x8.block == block and not per_channel",
+        "not per_channel",
     ),
     Mutation(
         "rows without keys: their Q in a block's scale",
