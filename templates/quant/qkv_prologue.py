@@ -94,8 +94,7 @@ class QuantizePrologue(AttnTemplate):
         self.lanes = LANES[spec.head_dim]
         self.threads = TILE * self.lanes
         self.vectors = spec.head_dim // (8 * self.lanes)  # of 8 channels, for one lane
-        words = spec.head_dim // 4
-        self.pitch = words if words // (2 * self.lanes) % 2 else words + 2 * self.lanes
+        self.pitch = self.transposed_pitch()
         self.mean = KMean(spec.head_dim)
 
     @staticmethod
@@ -225,6 +224,11 @@ class QuantizePrologue(AttnTemplate):
         self.stage_codes(self.encode(rX, scales, None), smem.codes)
         cute.arch.sync_threads()
         self.store_transposed(mVt[batch, head, None, None], tile, smem.codes)
+
+    def transposed_pitch(self) -> int:
+        """Words from a token to the next one where codes wait to be transposed."""
+        words = self.head_dim // 4
+        return words if words // (2 * self.lanes) % 2 else words + 2 * self.lanes
 
     # Where this thread is.
 
