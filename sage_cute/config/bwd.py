@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from sage_cute.config.arch import Arch
-from sage_cute.config.constraints import HEAD_DIMS, Status, consumer_registers
+from sage_cute.config.constraints import Status, consumer_registers
 from sage_cute.config.problem import DType
+from sage_cute.limits import HOPPER
 
 if TYPE_CHECKING:
     from sage_cute.policies import Policy
@@ -20,8 +21,6 @@ TILE_K = 64
 has one scale for a tile of keys, it is this many."""
 SLICE = 64
 """Columns of an INT8 product that are in a thread's registers at once, before they are added up."""
-TILES_Q = (64, 128)
-"""Queries that a scale of P^T and dS^T may be for."""
 _STATE_REGISTERS = 12  # scales, addresses, loop counters
 
 
@@ -46,7 +45,7 @@ class BwdProblem:
 
     @classmethod
     def of(cls, policy: Policy, *, head_dim: int, dtype: DType, is_causal: bool) -> BwdProblem:
-        """The backward problem of a policy. Ask ``why_no_bwd(policy)`` first."""
+        """The backward problem of a policy. Ask ``sage_cute.limits`` first."""
         per_token_v = policy.v_scale == "per_token"
         dv_keys = 1 if policy.p_bwd_scale == "per_key" else policy.bwd_block_k
         dk_keys = 1 if policy.ds_dk_scale == "per_key" else policy.bwd_block_k
@@ -97,45 +96,6 @@ class BwdTileConfig:
     def asdict(self) -> dict[str, Any]:
         """Field names and values, JSON-able."""
         return dataclasses.asdict(self)
-
-
-def why_no_bwd(policy: Policy) -> str | None:
-    """The reason why no backward kernel exists for a policy, with the remedy; or None."""
-    for name in ("qk", "s"):
-        if getattr(policy, name) != "int8":
-            return f"{name}={getattr(policy, name)}: the kernel has S in INT8; set {name}=int8"
-    if reason := _int8_reason(policy):
-        return reason
-    if policy.smooth_q:
-        return "smooth_q=true: the kernel has no term for it; set smooth_q=false"
-    if policy.dp == "int8" and policy.do_scale != "per_token":
-        return f"do_scale={policy.do_scale}: no kernel; set do_scale=per_token"
-    if policy.dequantized_v_in_dp:
-        if policy.smooth_v:
-            return "smooth_v=true: dP has no kernel for it; set smooth_v=false"
-        if policy.v_scale == "per_channel":
-            return "v_scale=per_channel: dP has no kernel for it; set dp_v=exact"
-    return None
-
-
-def _int8_reason(policy: Policy) -> str | None:
-    """What the INT8 products among dV, dK and dQ cannot have."""
-    rows = policy.ds_dq_rows or policy.bwd_block_q
-    per_tile = {
-        "dv": policy.p_bwd_scale == "per_tile",
-        "dk": policy.ds_dk_scale == "per_tile",
-        "dq": True,  # K^T has a scale for as many keys
-    }
-    for name, tile in per_tile.items():
-        if getattr(policy, name) != "int8":
-            continue
-        if policy.bwd_block_q not in TILES_Q and (name != "dq" or rows not in (1, 8)):
-            return f"{name}=int8 with bwd_block_q={policy.bwd_block_q}: set bwd_block_q=64 or 128"
-        if tile and policy.bwd_block_k != TILE_K:
-            return f"{name}=int8 with bwd_block_k={policy.bwd_block_k}: set bwd_block_k={TILE_K}"
-        if name == "dq" and rows not in (1, 8, policy.bwd_block_q):
-            return f"ds_dq_rows={policy.ds_dq_rows}: the kernel takes 0 (the tile), 1 or 8"
-    return None
 
 
 def default_bwd_config(problem: BwdProblem) -> BwdTileConfig:
@@ -219,8 +179,8 @@ def supports_bwd(problem: BwdProblem, config: BwdTileConfig, arch: Arch) -> Stat
 
 
 def _problem_reason(problem: BwdProblem, config: BwdTileConfig) -> str:
-    if problem.head_dim not in HEAD_DIMS:
-        return f"head_dim={problem.head_dim}: kernels exist for {HEAD_DIMS}; pad the inputs"
+    if reason := HOPPER.why_not_head_dim(problem.head_dim):
+        return reason
     for name in ("block_k", "block_v"):
         if getattr(problem, name) not in (0, 1, 16, 32, 64, 128):
             return f"{name}={getattr(problem, name)}: the kernel takes 16 to 128 keys a scale"

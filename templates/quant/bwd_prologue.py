@@ -11,7 +11,6 @@ from sage_cute.config.bwd import TILE_K, BwdProblem, default_bwd_config, support
 from sage_cute.templates.blocks import ptx
 from sage_cute.templates.blocks.bwd_schedule import visible_rows
 from sage_cute.templates.quant.bwd_transposed import TransposedPrologue
-from sage_cute.templates.quant.qkv_prologue import LANES
 from sage_cute.templates.quant.spec import TILE
 
 LOG2_E = 1.4426950408889634
@@ -82,9 +81,7 @@ class BwdPrologue(TransposedPrologue):
             raise ValueError(status.reason)
         self.problem, self.block_q, self.per_channel = problem, block_q, per_channel
         self.head_dim = problem.head_dim
-        self.lanes = LANES[problem.head_dim]
-        self.threads = TILE * self.lanes
-        self.vectors = problem.head_dim // (8 * self.lanes)
+        self.share_channels()
         self.pitch = self.transposed_pitch()
 
     @staticmethod
@@ -255,24 +252,23 @@ class BwdPrologue(TransposedPrologue):
                 rV[None, 0, v].store(values.to(target.element_type))
             if row < seqlen:
                 wide = self.tiled_copy(target.element_type, 128)
-                gV = cute.local_tile(target, (TILE, self.head_dim), (tile, 0))
                 tidx, _, _ = cute.arch.thread_idx()
-                cute.copy(wide, rV, wide.get_slice(tidx).partition_D(gV))
+                gV = wide.get_slice(tidx).partition_D(self.tile_of(target, tile))
+                self.copy(wide, rV, gV)
 
     @cute.jit
     def dequantize(self, gX: cute.Tensor, scale, gOut: cute.Tensor, tile):
         """Codes gX (tokens, head_dim) times the token's scale, in bfloat16."""
         tidx, _, _ = cute.arch.thread_idx()
         codes, wide = self.tiled_copy(Int8, 64), self.tiled_copy(BFloat16, 128)
-        shape = TILE, self.head_dim
-        source = codes.get_slice(tidx).partition_S(cute.local_tile(gX, shape, (tile, 0)))
-        target = wide.get_slice(tidx).partition_D(cute.local_tile(gOut, shape, (tile, 0)))
+        source = codes.get_slice(tidx).partition_S(self.tile_of(gX, tile))
+        target = wide.get_slice(tidx).partition_D(self.tile_of(gOut, tile))
         if tile * TILE + self.row() < gOut.shape[0]:
             rX = cute.make_fragment_like(source)
-            cute.copy(codes, source, rX)
+            self.copy(codes, source, rX)
             rOut = cute.make_fragment_like(target)
             rOut.store((rX.load().to(Float32) * scale).to(BFloat16))
-            cute.copy(wide, rOut, target)
+            self.copy(wide, rOut, target)
 
 
 def _add_product(total, a, b):

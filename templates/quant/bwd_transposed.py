@@ -37,7 +37,7 @@ class TransposedPrologue(QuantizePrologue):
         allocator = cutlass.memory.SmemAllocator()
         words, blocks = TILE * self.pitch + TILE // 16 * 4, TILE // block
         codes = allocator.allocate_tensor(Int32, cute.make_layout(words), byte_alignment=16)
-        shape = cute.make_layout((4, self.head_dim, blocks))
+        shape = cute.make_layout((4, self.padded_dim, blocks))
         return TransposedSmem(codes, allocator.allocate_tensor(Float32, shape, byte_alignment=16))
 
     @cute.jit
@@ -45,13 +45,11 @@ class TransposedPrologue(QuantizePrologue):
         """A thread's part of a tile of codes (tokens, head_dim): (8, 1, vectors), 0 behind."""
         tidx, _, _ = cute.arch.thread_idx()
         tiled = self.tiled_copy(Int8, 64)
-        source = tiled.get_slice(tidx).partition_S(
-            cute.local_tile(gX, (TILE, self.head_dim), (tile, 0))
-        )
+        source = tiled.get_slice(tidx).partition_S(self.tile_of(gX, tile))
         rX = cute.make_fragment_like(source)
         rX.fill(0)
         if tile * TILE + self.row() < gX.shape[0]:
-            cute.copy(tiled, source, rX)
+            self.copy(tiled, source, rX)
         return rX
 
     @cute.jit
@@ -79,7 +77,7 @@ class TransposedPrologue(QuantizePrologue):
         tidx, _, _ = cute.arch.thread_idx()
         warp = tidx // 32
         warps = const_expr(self.threads // 32)
-        columns = const_expr(self.head_dim if per_channel else 1)
+        columns = const_expr(self.padded_dim if per_channel else 1)
         top = cute.make_tensor(
             cute.recast_tensor(smem.codes, Float32).iterator, cute.make_layout((columns, warps))
         )
@@ -107,8 +105,8 @@ class TransposedPrologue(QuantizePrologue):
         cute.arch.sync_threads()
 
         blocks, share = const_expr(TILE // block), const_expr(warps * block // TILE)
-        if tidx < blocks * self.head_dim:
-            channel, of_block = tidx % self.head_dim, tidx // self.head_dim
+        if tidx < blocks * self.padded_dim:
+            channel, of_block = tidx % self.padded_dim, tidx // self.padded_dim
             column = channel if const_expr(per_channel) else 0
             for w in cutlass.range_constexpr(share):
                 largest = ptx.max_nan(
@@ -124,7 +122,8 @@ class TransposedPrologue(QuantizePrologue):
             if tiny:
                 four[3] = Float32(BOOST)
             cute.autovec_copy(four, smem.factors[None, channel, of_block])
-            gScale[tile * blocks + of_block, channel] = ptx.round22(found)
+            if channel < self.head_dim:
+                gScale[tile * blocks + of_block, channel] = ptx.round22(found)
         cute.arch.sync_threads()
 
         codes = cute.make_rmem_tensor((8, self.vectors), Int8)
