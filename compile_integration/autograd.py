@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from sage_cute.compile_integration.ops import default_scale
 from sage_cute.compile_integration.schema import LIB, NAMESPACE, op
 from sage_cute.errors import DoubleBackwardError, UnsupportedError
+from sage_cute.limits import REFUSED
 from sage_cute.policies import canonical, resolve
 from sage_cute.support import check_backward, extras
 
@@ -122,10 +123,7 @@ def _raises(error: Exception) -> Any:
     return backward
 
 
-_NO_SECOND = DoubleBackwardError(
-    "sage.attn does not support double backward: there is no gradient of its gradient; use torch's "
-    "scaled_dot_product_attention with the math backend where one is needed"
-)
+_NO_SECOND = DoubleBackwardError(f"sage.attn: not supported: {REFUSED['double backward']}")
 _NO_GRAD = RuntimeError(
     "sage.attn_infer saves nothing for a backward: call sage.attn (it picks this op by itself "
     "where no gradient is needed)"
@@ -152,9 +150,7 @@ def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)
     ):
-        raise UnsupportedError(
-            "sage.attn: forward-mode derivatives are not implemented; use reverse mode (backward)"
-        )
+        raise UnsupportedError(f"sage.attn: not supported: {REFUSED['forward mode']}")
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 

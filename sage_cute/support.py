@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from sage_cute.config import Status
 from sage_cute.errors import DTypeError, PolicyError, ShapeError, UnsupportedError
+from sage_cute.limits import (
+    CPU,
+    HOPPER,
+    REFUSED,
+    Direction,
+    Family,
+    family_of_gpu,
+    supported_devices,
+    unknown_gpu,
+)
 from sage_cute.policies import resolve
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
 Window = tuple[int | None, int | None]
 
 
@@ -45,8 +52,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
             f"sage.attn: q, k and v have different dtypes ({q.dtype}, {k.dtype}, {v.dtype}); cast "
             "them to one, or call under torch.autocast"
         )
-    if q.dtype not in DTYPES:
-        raise DTypeError(f"sage.attn: dtype {q.dtype}; cast to float16, bfloat16 or float32")
     if not q.device == k.device == v.device:
         raise UnsupportedError(
             f"sage.attn: q, k and v are on different devices ({q.device}, {k.device}, {v.device}); "
@@ -55,8 +60,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
     batch, heads, _, head_dim = q.shape
     if k.shape != v.shape:
         raise ShapeError(
-            f"sage.attn: k {tuple(k.shape)} and v {tuple(v.shape)} must have the same shape; a "
-            "head_dim of v other than that of k is not supported: pad the smaller with zeros"
+            f"sage.attn: k {tuple(k.shape)} and v {tuple(v.shape)} must have the same shape; not "
+            f"supported: {REFUSED['head_dim of v']}"
         )
     if k.shape[0] != batch or k.shape[3] != head_dim:
         raise ShapeError(
@@ -68,8 +73,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
             f"sage.attn: {heads} query heads are no multiple of {kv_heads} key heads; repeat or "
             "drop heads of k and v"
         )
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise UnsupportedError(f"sage.attn: head_dim {head_dim}; 1 to {MAX_HEAD_DIM} are supported")
     if scale is not None and not math.isfinite(scale):
         raise UnsupportedError(f"sage.attn: scale {scale} is not finite; None: head_dim ** -0.5")
 
@@ -173,54 +176,57 @@ def extras(
 def check_forward(q: Tensor, is_causal: bool, policy: str, more: tuple[str, ...] = ()) -> None:
     """Raises where no implementation of the forward covers the device of q and what it holds.
 
-    ``more`` names :func:`extras`.
+    ``more`` are :func:`extras`.
     """
-    _check_device(q.device)
-    if q.device.type == "cuda":
-        from sage_cute.compile import launch  # what only a GPU needs
-
-        _check_extras(more)
-        _check_kernel(launch.supports, q, is_causal, policy)
+    _check("forward", q, is_causal, policy, more)
 
 
 def check_backward(v: Tensor, is_causal: bool, policy: str, more: tuple[str, ...] = ()) -> None:
     """Raises where no implementation of the backward covers the device of v and what it holds.
 
-    ``more`` names :func:`extras`.
+    ``more`` are :func:`extras`.
     """
-    _check_device(v.device)
-    if v.device.type == "cuda":
-        from sage_cute.compile import bwd_launch
-
-        _check_extras(more)
-        _check_kernel(bwd_launch.supports, v, is_causal, policy)
+    _check("backward", v, is_causal, policy, more)
 
 
-def _check_extras(more: tuple[str, ...]) -> None:
-    """What no kernel does yet."""
-    without = {
-        "window": "a window: use causal alone",
-        "key_lengths": "key_lengths: trim the batch to one length",
-        "k_mean": "a given k_mean: leave it out",
-        "packed": "packed sequences: call sage_cute.attention for each",
-    }
-    for name in more:
-        raise UnsupportedError(f"sage.attn: no CUDA kernel for {without[name]}, or move to the CPU")
+def _check(
+    direction: Direction, x: Tensor, is_causal: bool, policy: str, more: tuple[str, ...]
+) -> None:
+    family = _family(x.device)
+    if reason := family.why_not_dtype(str(x.dtype).removeprefix("torch.")):
+        raise DTypeError(f"sage.attn: {reason}")
+    masks = ("causal", *more) if is_causal else more
+    reason = family.why_not_head_dim(x.shape[-1]) or _why_not(family, direction, policy, masks)
+    if reason:
+        raise UnsupportedError(f"sage.attn: {reason}")
 
 
-def _check_kernel(supports: Callable[..., Status], x: Tensor, is_causal: bool, policy: str) -> None:
-    if x.dtype == torch.float32:
-        raise DTypeError("sage.attn: no CUDA kernel for float32; cast to bfloat16 or float16")
-    status = supports(resolve(policy), head_dim=x.shape[-1], dtype=x.dtype, is_causal=is_causal)
-    if not status:
-        raise UnsupportedError(f"sage.attn: {status.reason}")
+@functools.lru_cache(maxsize=1024)
+def _why_not(
+    family: Family, direction: Direction, policy: str, masks: tuple[str, ...]
+) -> str | None:
+    return family.why_not(direction, resolve(policy), masks)
 
 
-def _check_device(device: torch.device) -> None:
-    if device.type not in ("cpu", "cuda", "meta"):
-        raise UnsupportedError(
-            f"sage.attn: no implementation for device {device}; move q, k and v to the CPU"
-        )
+def _family(device: torch.device) -> Family:
+    if device.type in ("cpu", "meta"):
+        return CPU
+    if device.type == "cuda":
+        # Fake tensors may stand for a GPU on a machine without one: for one that is supported.
+        return _family_of_gpu(device.index) if torch.cuda.is_available() else HOPPER
+    raise UnsupportedError(
+        f"sage.attn: no implementation for device {device}; move q, k and v to one of "
+        f"{supported_devices()}"
+    )
+
+
+@functools.cache
+def _family_of_gpu(index: int | None) -> Family:
+    found = torch.cuda.get_device_properties(index)
+    capability = found.major, found.minor
+    if (family := family_of_gpu(capability)) is None:
+        raise UnsupportedError(f"sage.attn: {unknown_gpu(found.name, capability)}")
+    return family
 
 
 def is_supported(

@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from sage_cute.config.arch import Arch
-from sage_cute.config.constraints import HEAD_DIMS, Status, consumer_registers
+from sage_cute.config.constraints import Status, consumer_registers
 from sage_cute.config.problem import DType
+from sage_cute.limits import HOPPER
 
 if TYPE_CHECKING:
     from sage_cute.policies import Policy
@@ -34,7 +35,7 @@ class BwdProblem:
 
     @classmethod
     def of(cls, policy: Policy, *, head_dim: int, dtype: DType, is_causal: bool) -> BwdProblem:
-        """The backward problem of a policy. Ask ``why_no_bwd(policy)`` first."""
+        """The backward problem of a policy. Ask ``sage_cute.limits`` first."""
         per_token_v = policy.v_scale == "per_token"
         return cls(
             head_dim=head_dim,
@@ -73,26 +74,6 @@ class BwdTileConfig:
     def asdict(self) -> dict[str, Any]:
         """Field names and values, JSON-able."""
         return dataclasses.asdict(self)
-
-
-def why_no_bwd(policy: Policy) -> str | None:
-    """The reason why no backward kernel exists for a policy, with the remedy; or None."""
-    for name in ("qk", "s"):
-        if getattr(policy, name) != "int8":
-            return f"{name}={getattr(policy, name)}: the kernel has S in INT8; set {name}=int8"
-    for name in ("dv", "dk", "dq"):
-        if getattr(policy, name) != "16bit":
-            return f"{name}={getattr(policy, name)}: no kernel yet; set {name}=16bit"
-    if policy.smooth_q:
-        return "smooth_q=true: the kernel has no term for it; set smooth_q=false"
-    if policy.dp == "int8" and policy.do_scale != "per_token":
-        return f"do_scale={policy.do_scale}: no kernel; set do_scale=per_token"
-    if policy.dequantized_v_in_dp:
-        if policy.smooth_v:
-            return "smooth_v=true: dP has no kernel for it; set smooth_v=false"
-        if policy.v_scale == "per_channel":
-            return "v_scale=per_channel: dP has no kernel for it; set dp_v=exact"
-    return None
 
 
 def default_bwd_config(problem: BwdProblem) -> BwdTileConfig:
@@ -151,8 +132,8 @@ def supports_bwd(problem: BwdProblem, config: BwdTileConfig, arch: Arch) -> Stat
 
 
 def _problem_reason(problem: BwdProblem, config: BwdTileConfig) -> str:
-    if problem.head_dim not in HEAD_DIMS:
-        return f"head_dim={problem.head_dim}: kernels exist for {HEAD_DIMS}; pad the inputs"
+    if reason := HOPPER.why_not_head_dim(problem.head_dim):
+        return reason
     for name in ("block_k", "block_v"):
         if getattr(problem, name) not in (0, 1, 16, 32, 64, 128):
             return f"{name}={getattr(problem, name)}: the kernel takes 16 to 128 keys a scale"

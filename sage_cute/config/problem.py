@@ -29,9 +29,14 @@ class AttnProblem:
     p_scale: Literal["per_block", "bounded"]
     p_max: Literal[127, 255]
 
+    @property
+    def padded_dim(self) -> int:
+        """head_dim as the products see it, a multiple of 32; TMA fills up with zeros."""
+        return -(-self.head_dim // 32) * 32
+
     @classmethod
     def of(cls, policy: Policy, *, head_dim: int, dtype: DType, is_causal: bool) -> AttnProblem:
-        """The forward problem of a policy. Ask ``why_not_int8(policy)`` first."""
+        """The forward problem of a policy. Ask ``sage_cute.limits`` first."""
         per_token_q = policy.q_scale == "per_token"
         # With one V scale a block the bound is the largest P'.
         return cls(
@@ -44,18 +49,3 @@ class AttnProblem:
             p_scale="bounded" if policy.v_scale == "per_block" else policy.p_scale,
             p_max=policy.p_max,
         )
-
-
-def why_not_int8(policy: Policy) -> str | None:
-    """The reason why no INT8 forward kernel exists for a policy, with the remedy; or None."""
-    for name in ("qk", "pv"):
-        if getattr(policy, name) != "int8":
-            return f"{name}={getattr(policy, name)}: the kernel is all INT8; set {name}=int8"
-    for name in ("smooth_q", "smooth_v"):
-        if getattr(policy, name):
-            return f"{name}=true: the kernel has no term for it; set {name}=false"
-    if policy.k_scale != "per_block":
-        return f"k_scale={policy.k_scale}: no kernel; set k_scale=per_block"
-    if policy.v_scale == "per_channel":
-        return "v_scale=per_channel: no kernel; set v_scale=per_token or per_block"
-    return None

@@ -1,11 +1,12 @@
 """INT8 attention, backward: the contract in code, and what runs behind the op on CPU tensors.
 
-    P = exp(S - L);  dP = dO V^T;  delta = rowsum(dO * O) - dLSE;  dS = P * (dP - delta)
+    P = exp(min(S - L, 0));  dP = dO V^T;  delta = rowsum(dO * O) - dLSE;  dS = P * (dP - delta)
     dV = P^T dO;  dQ = scale dS K;  dK = scale dS^T Q               (K smoothed: rowsum(dS) = 0)
 
-(SageBwd, arXiv 2603.02170.) dP and delta take the same dequantized dO and V as far as the policy
-quantizes them, so that the errors of the two cancel in dS. Q^T and K^T are quantized from what the
-forward saved, its codes. Vectorized over everything but key blocks.
+(SageBwd, arXiv 2603.02170.) S exceeds L by rounding only, unless ``qk`` and ``s`` have different
+precisions, and a P above 1 is never right. dP and delta take the same dequantized dO and V as far
+as the policy quantizes them, so that the errors of the two cancel in dS. Q^T and K^T are quantized
+from what the forward saved, its codes. Vectorized over everything but key blocks.
 """
 
 from __future__ import annotations
@@ -160,6 +161,9 @@ def _backward(
     if dlse is not None:
         delta -= group_heads(dlse.float(), kv_heads).unsqueeze(-1)
     log2_sum = group_heads(lse.float() * LOG2_E, kv_heads).unsqueeze(-1)
+    # Large scores and their LSE differ by the roundings of both, which are large too: P = 1 where
+    # nothing else is left of their difference, and P <= 1 anywhere.
+    log2_sum -= (log2_sum.abs() - 1024).clamp_(min=0.0) * 2.0**-22
     log2_sum = torch.where(log2_sum == -torch.inf, torch.inf, log2_sum)  # rows without keys: P = 0
 
     dv_operand = _transposed(dout.float(), None, policy.dv, policy.bwd_block_q, policy, dtype)
@@ -172,7 +176,8 @@ def _backward(
     dq = dout.new_zeros((batch, kv_heads, group, seqlen_q, head_dim), dtype=torch.float32)
     dk, dv = (dout.new_zeros(v.shape, dtype=torch.float32) for _ in "kv")
     for keys, queries, mask in sight.blocks(policy.bwd_block_k, policy.bwd_block_q):
-        p = alike(Tensor.exp2_, scores(keys, queries).sub_(log2_sum[..., queries, :]))
+        s = scores(keys, queries).sub_(log2_sum[..., queries, :])
+        p = alike(Tensor.exp2_, s.clamp_(max=0.0))
         dpj = dp(keys, queries)
         ds = p * (dpj - delta[..., queries, :])
         if mask is not None:
@@ -285,9 +290,10 @@ def _contract_queries(
     b = pad_tokens(operand.codes[..., rows, :], tile).unflatten(-2, (tiles, tile))
     b_scale = operand.scale if operand.per_channel else operand.scale.unsqueeze(-1)
     partial = int_matmul(x.mT, group_heads(b, kv_heads))
-    partial *= scale.mT
+    # The scales first: a sum of codes times a large one of them may overflow where dK does not.
     first = rows.start // tile
-    partial *= group_heads(b_scale, kv_heads)[..., first : first + tiles, :].unsqueeze(-2)
+    b_scale = group_heads(b_scale, kv_heads)[..., first : first + tiles, :].unsqueeze(-2)
+    partial *= scale.mT * b_scale
     return partial.sum((2, 3)), (x * scale).flatten(-3, -2)[..., :queries, :]
 
 
@@ -308,6 +314,6 @@ def _contract_keys(ds: Tensor, operand: Quantized | Tensor, keys: slice, policy:
     product = int_matmul(
         encode(ds, scale).flatten(-3, -2), operand.codes[..., keys, :].unsqueeze(2)
     )
-    product = product.unflatten(-2, (-1, rows)).mul_(scale).flatten(-3, -2)[..., :queries, :]
     b_scale = operand.scale if operand.per_channel else operand.scale.unsqueeze(-1)
-    return product * b_scale[..., keys.start // operand.block, None, None, :]
+    scale = scale * b_scale[..., keys.start // operand.block, None, None, None, :]
+    return product.unflatten(-2, (-1, rows)).mul_(scale).flatten(-3, -2)[..., :queries, :]

@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Literal
 
+from sage_cute.limits import HOPPER
+
 TILE = 128
 """Tokens of one CTA's tile; also what V^T's token dimension is rounded up to."""
 MAX_CHUNKS = 32
-HEAD_DIMS = (32, 64, 96, 128, 256)
 BLOCKS = (1, 16, 32, 64, 128)
 """Tokens per scale: 1 (per token), or a divisor of the tile of which no warp holds a fraction."""
 
@@ -31,8 +32,8 @@ class QuantSpec:
 
     def why_not(self) -> str | None:
         """The reason why no kernel exists for this, with the remedy; None if one does."""
-        if self.head_dim not in HEAD_DIMS:
-            return f"head_dim={self.head_dim}: quantization kernels exist for {HEAD_DIMS}"
+        if reason := HOPPER.why_not_head_dim(self.head_dim):
+            return reason
         for name in ("block_q", "block_k", "block_v"):
             if getattr(self, name) not in (0, *BLOCKS):
                 return f"{name}={getattr(self, name)}: quantization kernels take {BLOCKS[1:]}"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sage_cute import cli, env, verify
+from sage_cute import cli, env, limits, verify
 from sage_cute.cli import bench as bench_command
 from sage_cute.cli import tune as tune_command
 from sage_cute.compile import cache
@@ -74,7 +74,7 @@ def test_help_says_what_a_command_is_for(command) -> None:
         (["verify", "--inputs", "nonsense"], "choose g1"),
         (["verify", "--device", "tpu"], "cpu, cuda or cuda:N"),
         (["verify", "--device", "cuda:99"], "CUDA devices"),
-        (["compile", "--out", "x", "--head-dims", "80"], "head_dim=80"),
+        (["compile", "--out", "x", "--head-dims", "84"], "head_dim=84"),
         (["compile", "--out", "x", "--head-dims", "large"], "whole numbers"),
         (["compile", "--out", "x", "--arch", "sm_10"], "sm_90a"),
         (["compile", "--out", "x", "--dtypes", "int4"], "bfloat16, float16"),
@@ -103,6 +103,8 @@ def test_info_for_people_and_for_scripts(tmp_path) -> None:
     forward = document["configurations"]["fwd"]
     assert forward["config"]["tile_n"] == 64 and forward["reason"]
     assert "no kernel: " in document["configurations"]["bwd"]["reason"]
+    assert document["supported"]["table"][1]["CPU"] == "float16, bfloat16 and float32"
+    assert "head_dim of q, k and v" in shown and limits.REFUSED["dropout"][:20] in shown
     assert not (tmp_path / "cache").exists()  # it changes nothing
 
 

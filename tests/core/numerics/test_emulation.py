@@ -213,7 +213,8 @@ class Head:
         for m in range(len(self.q)):
             for n in range(len(self.k)):
                 if self.sees(m, n):
-                    probs[m, n] = math.exp(self.score(m, n, p.s, q_hat, k_hat) - self.lse[m])
+                    score = self.score(m, n, p.s, q_hat, k_hat)
+                    probs[m, n] = math.exp(min(score - self.lse[m], 0.0))
                     ds[m, n] = probs[m, n] * (dout[m] @ values[n] - delta[m])
 
         channels = p.transposed_scale == "per_channel"
