@@ -176,8 +176,8 @@ def _backward(
     dq = dout.new_zeros((batch, kv_heads, group, seqlen_q, head_dim), dtype=torch.float32)
     dk, dv = (dout.new_zeros(v.shape, dtype=torch.float32) for _ in "kv")
     for keys, queries, mask in sight.blocks(policy.bwd_block_k, policy.bwd_block_q):
-        s = scores(keys, queries).sub_(log2_sum[..., queries, :])
-        p = alike(Tensor.exp2_, s.clamp_(max=0.0))
+        exponent = scores(keys, queries).sub_(log2_sum[..., queries, :]).clamp_(max=0.0)
+        p = alike(Tensor.exp2_, exponent)
         dpj = dp(keys, queries)
         ds = p * (dpj - delta[..., queries, :])
         if mask is not None:

@@ -273,8 +273,8 @@ def test_what_no_kernel_covers_is_refused_in_the_fake_rule_too(
     ("kwargs", "text"),
     [
         ({"window_left": 9}, "no kernel for a sliding window; move"),
-        ({"key_lengths": True}, "no kernel for a padding mask .key_lengths.; move"),
-        ({"k_mean": True}, "no kernel for a mean of K that the caller gives .k_mean.; move"),
+        ({"key_lengths": True}, "no kernel for a padding mask .key lengths.; move"),
+        ({"k_mean": True}, "no kernel for a given mean of K .k_mean.; move"),
     ],
 )
 def test_what_has_no_kernel_yet_is_refused_in_the_fake_rule_too(kwargs, text) -> None:

@@ -16,9 +16,9 @@ HEAD_DIMS = (16, 32, 40, 64, 72, 96, 128, 200, 256)
 TOKENS = {"block_q": 1, "block_k": 1, "block_v": 1, "v_scale_form": "log2"}
 BLOCKS = {"block_q": 128, "block_k": 64, "block_v": 64}
 VARIANTS = {
-    **{f"token-{d}": QuantSpec("bfloat16", d, **TOKENS) for d in HOPPER.head_dims},
-    **{f"block-{d}": QuantSpec("bfloat16", d, **BLOCKS) for d in HOPPER.head_dims},
-    **{f"fp16-{d}": QuantSpec("float16", d, **TOKENS) for d in HOPPER.head_dims},
+    **{f"token-{d}": QuantSpec("bfloat16", d, **TOKENS) for d in HEAD_DIMS},
+    **{f"block-{d}": QuantSpec("bfloat16", d, **BLOCKS) for d in HEAD_DIMS},
+    **{f"fp16-{d}": QuantSpec("float16", d, **TOKENS) for d in HEAD_DIMS},
     "fp16-block": QuantSpec("float16", 128, **BLOCKS),
     "raw-k": QuantSpec("bfloat16", 128, **TOKENS, smooth_k=False),
     "only-qk": QuantSpec("bfloat16", 128, 1, 1, 0),
