@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sage_cute.compile_integration.schema import op
 from sage_cute.errors import ArgumentError, DTypeError, ShapeError
+from sage_cute.limits import REFUSED
 from sage_cute.support import Window, window_sizes
 
 Layout = Literal["bhsd", "bshd"]
@@ -135,21 +136,17 @@ def attention(
 
 
 _INSTEAD = {
-    "attn_mask": "an arbitrary mask is not supported. For padding at the end pass key_lengths, for "
-    "a band around the diagonal causal and window, for sequences of different lengths use "
-    "attention_varlen",
-    "dropout_p": "dropout is not supported: leave it out",
-    "is_causal": "the keyword is causal, and its mask is aligned bottom-right",
-    "enable_gqa": "k and v may always have fewer heads than q: leave it out",
+    **dict.fromkeys(("attn_mask", "mask", "key_padding_mask"), REFUSED["attn_mask"]),
+    "dropout_p": REFUSED["dropout"],
+    "is_causal": "a causal mask aligned top-left: causal=True is aligned bottom-right",
+    "enable_gqa": "the keyword alone: k and v may always have fewer heads than q",
 }
-_INSTEAD["mask"] = _INSTEAD["key_padding_mask"] = _INSTEAD["attn_mask"]
 
 
 def _unknown(name: str, *_: str) -> ArgumentError:
     known = "causal, window, key_lengths, k_mean, scale, policy, return_lse and layout"
-    return ArgumentError(
-        f"sage_cute.attention: {name}: {_INSTEAD.get(name, f'unknown keyword; it takes {known}')}"
-    )
+    instead = f"not supported: {_INSTEAD[name]}" if name in _INSTEAD else f"it takes {known}"
+    return ArgumentError(f"sage_cute.attention: unknown keyword {name}; {instead}")
 
 
 def _swap_heads(x: Tensor) -> Tensor:

@@ -165,7 +165,9 @@ FAMILIES: Final = (CPU, HOPPER)
 
 REFUSED: Final = {
     "head_dim of v": "a head_dim of v other than that of q and k: pad the smaller with zeros",
-    "attn_mask": "an arbitrary mask (attn_mask): only the masks above",
+    "attn_mask": "an arbitrary mask (attn_mask): for padding at the end pass key_lengths, for a "
+    "band around the diagonal causal and window, and for sequences of different lengths use "
+    "attention_varlen",
     "dropout": "dropout in attention: use torch's scaled_dot_product_attention where it is needed",
     "double backward": "double backward: there is no gradient of its gradient; use torch's "
     "scaled_dot_product_attention with the math backend where one is needed",

@@ -176,7 +176,7 @@ def extras(
 def check_forward(q: Tensor, is_causal: bool, policy: str, more: tuple[str, ...] = ()) -> None:
     """Raises where no implementation of the forward covers the device of q and what it holds.
 
-    ``more`` names :func:`extras`.
+    ``more`` are :func:`extras`.
     """
     _check("forward", q, is_causal, policy, more)
 
@@ -184,7 +184,7 @@ def check_forward(q: Tensor, is_causal: bool, policy: str, more: tuple[str, ...]
 def check_backward(v: Tensor, is_causal: bool, policy: str, more: tuple[str, ...] = ()) -> None:
     """Raises where no implementation of the backward covers the device of v and what it holds.
 
-    ``more`` names :func:`extras`.
+    ``more`` are :func:`extras`.
     """
     _check("backward", v, is_causal, policy, more)
 

@@ -24,6 +24,9 @@ CHANGES = (
     *("block_k=64", "block_k=32", "block_k=16", "block_k=48", "block_k=256", "p_max=127"),
     *("block_q=64", "q_scale=per_block,block_q=16", "q_scale=per_block,block_q=100"),
     *("p_scale=per_block", "dp=16bit,dp_v=exact", "bwd_block_q=64", "bwd_block_k=96"),
+    *("dv=int8,bwd_block_q=32", "dk=int8,bwd_block_q=32", "dq=int8,bwd_block_q=32"),
+    *("dv=int8,bwd_block_k=128", "dk=int8,bwd_block_k=128", "dq=int8,bwd_block_k=128"),
+    *("dq=int8,ds_dq_rows=64", "dp=16bit,dv=int8,dk=int8,dq=int8"),
 )
 POLICIES = (*PRESETS, *(f"{p}:{c}" for p, c in itertools.product(("fast", "sagebwd"), CHANGES)))
 
