@@ -27,7 +27,7 @@ from sage_cute.compile_integration.schema import LIB, NAMESPACE, op
 from sage_cute.errors import DoubleBackwardError, UnsupportedError
 from sage_cute.limits import REFUSED
 from sage_cute.policies import canonical, resolve
-from sage_cute.support import check_backward
+from sage_cute.support import check_backward, check_dense
 
 _fwd, _infer, _backward = op("attn_fwd"), op("attn_infer"), op("attn_backward")
 # Past the ops' own autograd formulas, where the caller is their autograd: 5 us less a call.
@@ -150,6 +150,7 @@ def attn(
     policy: str = "default",
 ) -> Tensor:
     """``sage::attn``: see :func:`sage_cute.attention`."""
+    check_dense(q, k, v)
     _know_dtensor(q)
     policy = canonical(policy)
     if _needs_grad(q, k, v):
@@ -169,6 +170,7 @@ def attn_with_lse(
     policy: str = "default",
 ) -> tuple[Tensor, Tensor]:
     """``sage::attn_with_lse``: LSE is float32, natural log, of the original K; differentiable."""
+    check_dense(q, k, v)
     _know_dtensor(q)
     policy = canonical(policy)
     function = _attn_infer
@@ -180,7 +182,8 @@ def attn_with_lse(
         # K's mean takes the query's heads, not q those of K: a DTensor may be split inside a group.
         group = q.shape[1] // max(k.shape[1], 1)
         means = k_mean.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2).unsqueeze(2)
-        bias = (q.float() * means).sum(-1)
+        # Contiguous, since strides decide how torch sums.
+        bias = (q.contiguous().float() * means).sum(-1)
         # A query that sees no key has lse = -inf whatever q is: no gradient through its bias.
         bias = torch.where(lse == -torch.inf, 0.0, bias)
         lse = lse + bias * default_scale(q, scale)

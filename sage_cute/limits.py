@@ -153,6 +153,8 @@ FAMILIES: Final = (CPU, HOPPER)
 REFUSED: Final = {
     "head_dim of v": "a head_dim of v other than that of q and k: pad the smaller with zeros",
     "attn_mask": "an arbitrary mask (attn_mask): only the masks above",
+    "nested": "nested tensors: pad them to one length",
+    "sparse": "sparse tensors: call to_dense() first",
     "dropout": "dropout in attention: use torch's scaled_dot_product_attention where it is needed",
     "double backward": "double backward: there is no gradient of its gradient; use torch's "
     "scaled_dot_product_attention with the math backend where one is needed",

@@ -90,6 +90,7 @@ def sage_backward(
     dtype, group = v.dtype, heads // max(kv_heads, 1)
     if 0 in (batch, heads, seqlen_q, seqlen_k):
         return Gradients(torch.zeros_like(out), torch.zeros_like(v), torch.zeros_like(v))
+    dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out))  # as the forward does
     blind = blind_queries(seqlen_q, seqlen_k, causal)
     dout, q = without_first(dout, blind), without_first(q, blind)
 

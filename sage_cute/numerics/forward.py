@@ -208,6 +208,7 @@ def sage_forward(
             torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32), saved
         )
 
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # strides decide how torch sums
     if policy.q_scale == "per_block" or policy.smooth_q:  # blocks share a scale or a mean
         q = without_first(q, blind_queries(seqlen_q, seqlen_k, causal))
     k_mean = token_mean(k) if policy.smooth_k else q.new_empty(shapes["k_mean"]).float()

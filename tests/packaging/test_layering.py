@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "api": ({"compile_integration", "errors"}, {"torch"}),
-    "nn": ({"api", "policies"}, {"torch"}),
+    "nn": ({"api", "errors", "policies"}, {"torch"}),
     "testing": ({"api", "numerics", "policies", ""}, {"torch"}),
     "training": ({"nn", "policies", "support", "errors", "_version"}, {"torch"}),
     "diagnosis": (
