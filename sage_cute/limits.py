@@ -21,9 +21,10 @@ MASKS: Final = {
     "causal": "causal mask, aligned bottom-right",
     "window": "sliding window",
     "key_lengths": "padding mask (key lengths)",
+    "k_mean": "given mean of K (k_mean)",
     "packed": "packed sequences of different lengths",
 }
-"""Kinds of masks by their names here. Every family attends without one."""
+"""What a call may ask for beyond plain attention. Every family attends without."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,15 +115,27 @@ CPU: Final = Family(
     how="reference implementation, exact to the code",
     dtypes=("float16", "bfloat16", "float32"),
     head_dims=range(1, 257),
-    masks={"causal": BOTH, "window": NEITHER, "key_lengths": NEITHER, "packed": NEITHER},
+    masks={
+        "causal": BOTH,
+        "window": BOTH,
+        "key_lengths": BOTH,
+        "k_mean": BOTH,
+        "packed": NEITHER,
+    },
     rules={"forward": (), "backward": ()},
 )
 HOPPER: Final = Family(
     name="NVIDIA Hopper",
     how="kernels",
     dtypes=("float16", "bfloat16"),
-    head_dims=(32, 64, 96, 128, 256),
-    masks={"causal": BOTH, "window": NEITHER, "key_lengths": NEITHER, "packed": NEITHER},
+    head_dims=range(16, 257, 8),
+    masks={
+        "causal": BOTH,
+        "window": NEITHER,
+        "key_lengths": NEITHER,
+        "k_mean": NEITHER,
+        "packed": NEITHER,
+    },
     rules={
         "forward": (
             Rule("qk", ("int8",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from sage_cute.limits import (
     unknown_gpu,
 )
 from sage_cute.policies import resolve
+
+Window = tuple[int | None, int | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,21 +86,125 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         raise UnsupportedError(f"sage.attn: scale {scale} is not finite; None: head_dim ** -0.5")
 
 
-def check_forward(q: Tensor, is_causal: bool, policy: str) -> None:
-    """Raises where no implementation of the forward covers the device of q and what it holds."""
-    _check("forward", q, is_causal, policy)
+def window_sizes(window: Window | None) -> tuple[int, int]:
+    """A user's window as the ops take it: (left, right), -1 for None."""
+    if window is None:
+        return -1, -1
+    try:
+        left, right = (-1 if side is None else operator.index(side) for side in window)
+        if all(side is None or side >= 0 for side in window):
+            return left, right
+    except (TypeError, ValueError):
+        pass
+    raise ShapeError(
+        f"sage.attn: window {window!r} must be (left, right): how many keys a query sees on each "
+        "side of its own, 0 or more, or None for all of them"
+    )
 
 
-def check_backward(v: Tensor, is_causal: bool, policy: str) -> None:
-    """Raises where no implementation of the backward covers the device of v and what it holds."""
-    _check("backward", v, is_causal, policy)
+def check_window(left: int, right: int) -> None:
+    """Raises if an op's window is none."""
+    if left < -1 or right < -1:
+        raise ShapeError(
+            f"sage.attn: window_left={left}, window_right={right}: each must be a number of keys, "
+            "0 or more, or -1 for all of them"
+        )
 
 
-def _check(direction: Direction, x: Tensor, is_causal: bool, policy: str) -> None:
+def check_key_lengths(key_lengths: Tensor | None, k: Tensor) -> None:
+    """Raises if key lengths are not what attention takes; does not read them."""
+    if key_lengths is None:
+        return
+    if key_lengths.dtype not in (torch.int32, torch.int64) or key_lengths.shape != k.shape[:1]:
+        raise ShapeError(
+            "sage.attn: key_lengths must be int32 or int64 of shape (batch,) = "
+            f"({k.shape[0]},), got {key_lengths.dtype} {tuple(key_lengths.shape)}; of a padding "
+            "mask (batch, seqlen_k) with the padding at the end pass mask.sum(-1)"
+        )
+    _check_same_device("key_lengths", key_lengths, k)
+
+
+def check_key_length_values(key_lengths: Tensor | None, k: Tensor) -> None:
+    """Raises for a length that is no number of keys. Reads them: for CPU tensors only."""
+    if key_lengths is None or not key_lengths.numel():
+        return
+    least, largest = (int(x) for x in key_lengths.aminmax())
+    if least < 0 or largest > k.shape[2]:
+        raise ShapeError(
+            f"sage.attn: key_lengths are {least} to {largest}; k has {k.shape[2]} tokens, so each "
+            "must be 0 to that"
+        )
+
+
+def check_k_mean(
+    k_mean: Tensor | None, k: Tensor, policy: str, sequences: int | None = None
+) -> None:
+    """Raises if a given mean of K is not what attention takes.
+
+    ``sequences`` is the number of those that k packs; None: k is (batch, kv_heads, ...).
+    """
+    if k_mean is None:
+        return
+    if not resolve(policy).smooth_k:
+        raise UnsupportedError(
+            f"sage.attn: k_mean is given, but policy {policy!r} has smooth_k=false and subtracts "
+            "none; drop one of the two"
+        )
+    shape = (k.shape[0] if sequences is None else sequences, k.shape[1], k.shape[-1])
+    if k_mean.shape != shape or not k_mean.is_floating_point():
+        raise ShapeError(
+            "sage.attn: k_mean must be floating point, (batch, kv_heads, head_dim) = "
+            f"{shape}, got {k_mean.dtype} {tuple(k_mean.shape)}"
+        )
+    _check_same_device("k_mean", k_mean, k)
+
+
+def _check_same_device(name: str, x: Tensor, k: Tensor) -> None:
+    if x.device != k.device:
+        raise UnsupportedError(f"sage.attn: {name} is on {x.device}; move it to {k.device}")
+
+
+def extras(
+    left: int,
+    right: int,
+    *,
+    key_lengths: Tensor | None = None,
+    k_mean: Tensor | None = None,
+    packed: bool = False,
+) -> tuple[str, ...]:
+    """What a call asks of an implementation beyond plain and causal attention, by name."""
+    asked = {
+        "window": left != -1 or right != -1,
+        "key_lengths": key_lengths is not None,
+        "k_mean": k_mean is not None,
+        "packed": packed,
+    }
+    return tuple(name for name, value in asked.items() if value)
+
+
+def check_forward(q: Tensor, is_causal: bool, policy: str, more: tuple[str, ...] = ()) -> None:
+    """Raises where no implementation of the forward covers the device of q and what it holds.
+
+    ``more`` names :func:`extras`.
+    """
+    _check("forward", q, is_causal, policy, more)
+
+
+def check_backward(v: Tensor, is_causal: bool, policy: str, more: tuple[str, ...] = ()) -> None:
+    """Raises where no implementation of the backward covers the device of v and what it holds.
+
+    ``more`` names :func:`extras`.
+    """
+    _check("backward", v, is_causal, policy, more)
+
+
+def _check(
+    direction: Direction, x: Tensor, is_causal: bool, policy: str, more: tuple[str, ...]
+) -> None:
     family = _family(x.device)
     if reason := family.why_not_dtype(str(x.dtype).removeprefix("torch.")):
         raise DTypeError(f"sage.attn: {reason}")
-    masks = ("causal",) if is_causal else ()
+    masks = ("causal", *more) if is_causal else more
     reason = family.why_not_head_dim(x.shape[-1]) or _why_not(family, direction, policy, masks)
     if reason:
         raise UnsupportedError(f"sage.attn: {reason}")
@@ -137,18 +244,25 @@ def is_supported(
     v: Tensor,
     *,
     causal: bool = False,
+    window: Window | None = None,
+    key_lengths: Tensor | None = None,
+    k_mean: Tensor | None = None,
     scale: float | None = None,
     policy: str = "default",
 ) -> Support:
     """Whether :func:`sage_cute.attention` takes these inputs, and if not, why and what to do.
 
-    Where one of them requires grad (and grad mode is on) that includes the backward.
+    Where one of them requires grad (and grad mode is on) that includes the backward. Reads no data,
+    so it does not see a key length that is too large.
 
     Args:
         q: (batch, heads, seqlen_q, head_dim); fake and meta tensors do.
         k: (batch, kv_heads, seqlen_k, head_dim).
         v: like k.
         causal: bottom-right causal mask.
+        window: (left, right), the keys on each side of its own that a query sees.
+        key_lengths: (batch,), the keys that are there.
+        k_mean: (batch, kv_heads, head_dim), the mean of K to subtract.
         scale: softmax scale.
         policy: policy string.
 
@@ -157,10 +271,14 @@ def is_supported(
     """
     try:
         resolve(policy)
+        sizes = window_sizes(window)
         check_inputs(q, k, v, scale)
-        check_forward(q, causal, policy)
+        check_key_lengths(key_lengths, k)
+        check_k_mean(k_mean, k, policy)
+        more = extras(*sizes, key_lengths=key_lengths, k_mean=k_mean)
+        check_forward(q, causal, policy, more)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            check_backward(v, causal, policy)
+            check_backward(v, causal, policy, more)
     except (DTypeError, PolicyError, ShapeError, UnsupportedError) as error:
         return Support(False, str(error))
     return Support(True)

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from sage_cute.compile import compiler
-from sage_cute.compile.tensors import DTYPES, LOG2_E, check_output, num_sms, readable
+from sage_cute.compile.tensors import (
+    DTYPES,
+    LOG2_E,
+    check_output,
+    code_rows,
+    empty_codes,
+    num_sms,
+    readable,
+)
 from sage_cute.config import ARCHS, Arch, Status
 from sage_cute.config.bwd import (
     ROW_TILE,
@@ -133,8 +141,9 @@ def backward(
         v: (batch, kv_heads, seqlen_k, head_dim), the forward's; strides as of ``dout``.
         out: the forward's output, like ``dout``.
         lse: float32 (batch, heads, seqlen_q): natural log, of the smoothed K.
-        q_codes: int8 (batch, heads, seqlen_q, head_dim), contiguous.
-        k_codes: int8 (batch, kv_heads, seqlen_k, head_dim), contiguous, of the smoothed K.
+        q_codes: int8 (batch, heads, seqlen_q, head_dim), head_dim contiguous and rows on 16 bytes
+            (else a copy is made).
+        k_codes: int8 (batch, kv_heads, seqlen_k, head_dim), likewise, of the smoothed K.
         q_scale: float32, one a query or one for ``block_q`` queries, contiguous like the rest.
         k_scale: float32, one a key or one for ``block_k`` keys.
         dq: like ``dout``, head_dim contiguous, rows on 16 bytes; overwritten.
@@ -159,10 +168,13 @@ def backward(
         dq[:, :, : seqlen_q - seqlen_k].zero_()
     num_sms(dout.device.index)  # raises on a GPU without kernels
     dout, out, v = (readable(x, expanded=False) for x in (dout, out, v))  # for TMA
+    q_codes, k_codes = code_rows(q_codes), code_rows(k_codes)
     dlse = None if dlse is None else dlse.contiguous()
     shapes = workspace_shapes(plan, tuple(q_codes.shape), tuple(k_codes.shape))
     w = {
-        name: torch.empty(shape, dtype=dtype, device=dout.device)
+        name: empty_codes(dout, shape)
+        if dtype == torch.int8
+        else torch.empty(shape, dtype=dtype, device=dout.device)
         for name, (shape, dtype) in shapes.items()
     }
     dout8, v_hat, v_scale = (w.get(name) for name in ("dout8", "v_hat", "v_scale"))
@@ -257,8 +269,7 @@ def _check(plan: BwdPlan, *tensors: Any) -> None:
         wanted |= {"q_scale": torch.float32, "k_scale": torch.float32}
         if x.dtype != wanted.get(name, dout.dtype):
             raise DTypeError(f"{name} is {x.dtype}: expected {wanted.get(name, dout.dtype)}")
-    inputs = {"q_codes": q_codes, "k_codes": k_codes, "q_scale": q_scale, "k_scale": k_scale}
-    for name, x in {**inputs, "lse": lse}.items():
+    for name, x in (("q_scale", q_scale), ("k_scale", k_scale), ("lse", lse)):
         if not x.is_contiguous():
             raise UnsupportedError(f"{name} is not contiguous: the kernel's inputs must be")
     for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):

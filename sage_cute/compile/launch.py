@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_cute.compile.compiler import compiled
 from sage_cute.compile.plan import CompilePlan, fwd_plan
-from sage_cute.compile.tensors import DTYPES, LOG2_E, check_output, num_sms
+from sage_cute.compile.tensors import DTYPES, LOG2_E, check_output, code_rows, num_sms
 from sage_cute.config import AttnProblem, FwdTileConfig, Status
 from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
 from sage_cute.limits import HOPPER
@@ -50,9 +50,10 @@ def forward(
     """Attention of quantized tensors into ``out`` and ``lse``.
 
     Args:
-        q_codes: int8 (batch, heads, seqlen_q, head_dim), contiguous.
+        q_codes: int8 (batch, heads, seqlen_q, head_dim), head_dim contiguous and rows on 16 bytes
+            (else a copy is made).
         q_scale: float32, one a query or one for ``block_q`` queries.
-        k_codes: int8 (batch, kv_heads, seqlen_k, head_dim), contiguous, of the smoothed K.
+        k_codes: int8 (batch, kv_heads, seqlen_k, head_dim), likewise, of the smoothed K.
         k_scale: float32, one for ``block_k`` keys.
         v_t: int8 (batch, kv_heads, head_dim, seqlen_k padded to 128), keys permuted within 16.
         v_scale: float32, one a padded key or one for ``block_k`` keys.
@@ -77,6 +78,7 @@ def forward(
         out.zero_()
         lse.fill_(-math.inf)
         return
+    q_codes, k_codes = code_rows(q_codes), code_rows(k_codes)
     num_ctas = num_sms(out.device.index) if plan.config.persistent else 1
     compiled(plan)(
         q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale * LOG2_E, num_ctas
@@ -136,8 +138,6 @@ def _check(
     for name, (x, shape) in expected.items():
         if tuple(x.shape) != shape:
             raise ShapeError(f"{name} is {tuple(x.shape)}: expected {shape}")
-        if name != "out" and not x.is_contiguous():
+        if name not in ("out", "k_codes") and not x.is_contiguous():
             raise UnsupportedError(f"{name} is not contiguous: the kernel's inputs must be")
-    if not q_codes.is_contiguous():
-        raise UnsupportedError("q_codes is not contiguous: the kernel's inputs must be")
     check_output("out", out)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sage_cute.compile import compiler
-from sage_cute.compile.tensors import DTYPES, rows_on_16_bytes
+from sage_cute.compile.tensors import DTYPES, check_codes, code_rows, rows_on_16_bytes
 from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
 from sage_cute.policies import Policy
 from sage_cute.templates.quant.spec import (
@@ -116,8 +116,9 @@ def quantize(
 ) -> None:
     """Quantizes q, k and v (batch, heads, seqlen, head_dim) into the given tensors.
 
-    Outputs are those of :func:`output_shapes` for ``quant_spec(policy, ...)``, last dimension
-    contiguous; give None for the others. ``mean_partials`` is scratch.
+    Outputs are those of :func:`output_shapes` for ``quant_spec(policy, ...)``, contiguous (codes of
+    Q and K: as ``tensors.empty_codes`` makes them); give None for the others. ``mean_partials`` is
+    scratch.
 
     Args:
         q: queries, bfloat16 or float16, any strides with head_dim contiguous and rows on 16 bytes.
@@ -156,6 +157,7 @@ def quantize(
     queries = keys if q is None else q
     if v is not None and v.shape != keys.shape:
         raise ShapeError(f"v is {tuple(v.shape)} and k {tuple(keys.shape)}: they must be alike")
+    outputs: tuple[Tensor | None, ...]
     outputs = (q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, mean_partials)
     expected = _expected(spec, queries.shape, keys.shape)
     for name, out in zip(OUTPUTS, outputs, strict=True):
@@ -169,6 +171,9 @@ def quantize(
             raise ShapeError(f"{queries.shape[1]} query heads, but no key heads")
         if v_t is not None:  # no elements, and strides that are no multiples of 16
             outputs = (*outputs[:5], v_t.as_strided(v_t.shape, (16, 16, 16, 1)), *outputs[6:])
+    if q_codes is not None and k_codes is not None:
+        q_codes, k_codes = code_rows(q_codes), code_rows(k_codes)
+        outputs = (q_codes, q_scale, k_codes, *outputs[3:])
     compiled_quantize(spec)(q, k, v, *outputs)
 
 
@@ -203,7 +208,9 @@ def _check_output(name: str, out: Tensor | None, expected: Any) -> None:
     shape, dtype = expected
     if out.shape != shape or out.dtype != dtype:
         raise ShapeError(f"{name} is {tuple(out.shape)} {out.dtype}: expected {shape} {dtype}")
-    if not out.is_contiguous():
+    if name in ("q_codes", "k_codes"):
+        check_codes(name, out)
+    elif not out.is_contiguous():
         raise UnsupportedError(f"{name} is not contiguous: allocate it with torch.empty")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import torch
@@ -31,6 +32,41 @@ def num_sms(device: int) -> int:
     if arch_of((properties.major, properties.minor)) is None:
         raise UnsupportedError(unknown_gpu(properties.name, (properties.major, properties.minor)))
     return properties.multi_processor_count
+
+
+def empty_codes(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A new int8 tensor (..., tokens, head_dim) on the device of x whose rows start on 16 bytes.
+
+    Contiguous if head_dim is a multiple of 16; else a row is 8 bytes further from the next.
+    """
+    if shape[-1] % 16 == 0:
+        return x.new_empty(tuple(shape), dtype=torch.int8)
+    strides = [1]
+    for n in reversed((*shape[1:-1], -(-shape[-1] // 16) * 16)):
+        strides.insert(0, strides[0] * n)
+    return x.new_empty_strided(tuple(shape), tuple(strides), dtype=torch.int8)
+
+
+def check_codes(name: str, x: Tensor) -> None:
+    """Raises where a kernel cannot write codes."""
+    strides = (s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
+    if x.stride(-1) != 1 or any(s % 16 for s in strides) or x.data_ptr() % 16:
+        raise UnsupportedError(
+            f"{name} has strides {x.stride()}: head_dim must be contiguous and rows start on 16 "
+            "bytes; allocate it with empty_codes"
+        )
+
+
+def code_rows(x: Tensor) -> Tensor:
+    """Codes (..., head_dim) as kernels read them; a copy if rows do not start on 16 bytes.
+
+    Dimensions of size 1 may have any stride; it becomes 16.
+    """
+    *strides, last = x.stride()
+    strides = [16 if n == 1 else s for n, s in zip(x.shape, strides, strict=False)]
+    if last != 1 or any(s % 16 for s in strides) or x.data_ptr() % 16:
+        return empty_codes(x, x.shape).copy_(x)
+    return x if x.stride() == (*strides, 1) else x.as_strided(x.shape, (*strides, 1))
 
 
 def rows_on_16_bytes(x: Tensor) -> Tensor | None:

@@ -26,8 +26,8 @@ class Status:
 
 def fwd_smem_bytes(problem: AttnProblem, config: FwdTileConfig) -> int:
     """Shared memory of a CTA: Q, the stages of K, V and scales, barriers, alignment."""
-    q = config.tile_m * problem.head_dim
-    kv = 2 * config.tile_n * problem.head_dim
+    q = config.tile_m * problem.padded_dim
+    kv = 2 * config.tile_n * problem.padded_dim
     scales = config.tile_n * 2 + 16  # half a word a key; (k, v, flat) a block
     barriers = 16 * (1 + 2 * config.num_stages)
     return q + config.num_stages * (kv + scales) + barriers + 3 * 1024
@@ -47,7 +47,7 @@ def consumer_registers(num_consumer_wgs: int, arch: Arch) -> int:
 
 def fwd_registers(problem: AttnProblem, config: FwdTileConfig) -> int:
     """Registers that a consumer thread keeps alive at the peak of an iteration."""
-    scores, output = config.tile_n // 2, problem.head_dim // 2
+    scores, output = config.tile_n // 2, problem.padded_dim // 2
     if config.overlap:  # scores and the product in flight live together
         live = scores + 2 * output + config.tile_n // 8
     else:
@@ -79,8 +79,8 @@ def _shape_reason(problem: AttnProblem, config: FwdTileConfig, arch: Arch) -> st
         return f"tile_m={c.tile_m}: 64 queries for each of 1 to 3 consumer warpgroups"
     if c.num_stages < 2:
         return f"num_stages={c.num_stages}: K and V need two buffers at least"
-    if c.pv_slices < 1 or problem.head_dim % (32 * c.pv_slices):
-        return f"pv_slices={c.pv_slices}: slices of head_dim must be multiples of 32"
+    if c.pv_slices < 1 or problem.padded_dim % (16 * c.pv_slices):
+        return f"pv_slices={c.pv_slices}: slices of head_dim must be multiples of 16"
     if c.overlap and c.pv_slices > 1:
         return f"pv_slices={c.pv_slices}: with overlap P V is one product; set overlap=False"
     if not 0 <= c.exp_fma_of_8 <= 8:

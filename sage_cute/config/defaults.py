@@ -9,8 +9,9 @@ from sage_cute.config.tile_config import FwdTileConfig
 def default_fwd_config(problem: AttnProblem) -> FwdTileConfig:
     """Picked by hand from measurements on an H200 (docs/forward-kernel.md)."""
     n = problem.block_k
-    if problem.head_dim == 256:
-        return FwdTileConfig(tile_n=n, num_stages=2, overlap=False, pv_slices=2)
-    if problem.head_dim <= 64:
+    if problem.padded_dim > 128:
+        stages = 2 if problem.padded_dim == 256 else 3
+        return FwdTileConfig(tile_n=n, num_stages=stages, overlap=False, pv_slices=2)
+    if problem.padded_dim <= 64:
         return FwdTileConfig(tile_m=192, tile_n=n, num_consumer_wgs=3, overlap=False)
     return FwdTileConfig(tile_n=n, persistent=problem.is_causal, longest_first=problem.is_causal)

@@ -29,6 +29,11 @@ class AttnProblem:
     p_scale: Literal["per_block", "bounded"]
     p_max: Literal[127, 255]
 
+    @property
+    def padded_dim(self) -> int:
+        """head_dim as the products see it, a multiple of 32; TMA fills up with zeros."""
+        return -(-self.head_dim // 32) * 32
+
     @classmethod
     def of(cls, policy: Policy, *, head_dim: int, dtype: DType, is_causal: bool) -> AttnProblem:
         """The forward problem of a policy. Ask ``sage_cute.limits`` first."""

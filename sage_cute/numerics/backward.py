@@ -18,10 +18,9 @@ from torch import Tensor
 
 from sage_cute.numerics.forward import (
     LOG2_E,
-    KeyBlocks,
     Saved,
     Scores,
-    blind_queries,
+    alike,
     group_heads,
     k_block,
     q_block,
@@ -30,7 +29,6 @@ from sage_cute.numerics.forward import (
     round16,
     smooth_keys,
     token_rows,
-    without_first,
 )
 from sage_cute.numerics.quantize import (
     Quantized,
@@ -42,11 +40,12 @@ from sage_cute.numerics.quantize import (
     quantize,
 )
 from sage_cute.numerics.reference import Gradients
+from sage_cute.numerics.visibility import EVERYTHING, Visibility, Window, only
 from sage_cute.policies import Policy
 
 Observer = Callable[[str, int, slice, Tensor], None]
 """Called as (name, first query, keys, values) with blocks of "p", "dp" and "ds" in float32, each
-(batch, kv_heads, group, queries from the first on, keys), before they are quantized."""
+(batch, kv_heads, group, queries that see one of the keys, keys), before they are quantized."""
 
 
 @torch.no_grad()
@@ -63,6 +62,8 @@ def sage_backward(
     scale: float,
     causal: bool,
     policy: Policy,
+    window: Window = EVERYTHING,
+    key_lengths: Tensor | None = None,
     observe: Observer | None = None,
 ) -> Gradients:
     """Gradients of :func:`sage_forward` with respect to q, k and v.
@@ -83,23 +84,67 @@ def sage_backward(
         scale: softmax scale.
         causal: bottom-right causal mask.
         policy: the forward's policy.
+        window: the forward's window.
+        key_lengths: the forward's key lengths; dk and dv are 0 from them on.
         observe: sees the intermediates, for tests and diagnosis.
     """
+    sight = Visibility.of(out.shape[2], v.shape[2], causal, window)
+    if key_lengths is None:
+        return _backward(dout, dlse, q, k, v, out, lse, saved, sight, scale, policy, observe)
+    dq, dk, dv = torch.zeros_like(out), torch.zeros_like(v), torch.zeros_like(v)
+    for b, length in enumerate(key_lengths.tolist()):
+        one = slice(b, b + 1)
+        grads = _backward(
+            dout[one],
+            None if dlse is None else dlse[one],
+            q[one],
+            k[one, :, :length],
+            v[one, :, :length],
+            out[one],
+            lse[one],
+            Saved(*(x[one] for x in saved))._replace(
+                k_codes=saved.k_codes[one, :, :length],
+                k_scale=saved.k_scale[one, :, : num_groups(length, k_block(policy))],
+            ),
+            sight.padded_from(length),
+            scale,
+            policy,
+            observe,
+        )
+        dq[one], dk[one, :, :length], dv[one, :, :length] = grads
+    return Gradients(dq, dk, dv)
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: Saved,
+    sight: Visibility,
+    scale: float,
+    policy: Policy,
+    observe: Observer | None,
+) -> Gradients:
+    """:func:`sage_backward` of sequences that have all their keys."""
     kv_heads, seqlen_k, head_dim = v.shape[1:]
     batch, heads, seqlen_q = out.shape[:3]
     dtype, group = v.dtype, heads // max(kv_heads, 1)
     if 0 in (batch, heads, seqlen_q, seqlen_k):
         return Gradients(torch.zeros_like(out), torch.zeros_like(v), torch.zeros_like(v))
     dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out))  # as the forward does
-    blind = blind_queries(seqlen_q, seqlen_k, causal)
-    dout, q = without_first(dout, blind), without_first(q, blind)
+    seeing = sight.seeing()
+    dout, q = only(dout, seeing), only(q, seeing)
 
     # What the forward's products saw of Q and K, as far as it was saved.
     k_hat = _dequantized(saved.k_codes, saved.k_scale, k_block(policy))
     if k_hat is None:
         k_hat = smooth_keys(k, saved.k_mean, policy)
     q_hat = _dequantized(saved.q_codes, saved.q_scale, q_block(policy))
-    q_hat = q.float() if q_hat is None else without_first(q_hat, blind)
+    q_hat = q.float() if q_hat is None else only(q_hat, seeing)
     q8 = k8 = None
     if policy.s == "int8":
         q8 = Quantized(saved.q_codes, saved.q_scale, q_block(policy))
@@ -131,27 +176,26 @@ def sage_backward(
 
     dq = dout.new_zeros((batch, kv_heads, group, seqlen_q, head_dim), dtype=torch.float32)
     dk, dv = (dout.new_zeros(v.shape, dtype=torch.float32) for _ in "kv")
-    for keys, seen_from, mask in KeyBlocks(seqlen_q, seqlen_k, policy.bwd_block_k, causal):
-        first = seen_from // policy.bwd_block_q * policy.bwd_block_q  # whole tiles of queries
-        p = scores(keys, first).sub_(log2_sum[..., first:, :]).clamp_(max=0.0).exp2_()
-        dpj = dp(keys, first)
-        ds = p * (dpj - delta[..., first:, :])
+    for keys, queries, mask in sight.blocks(policy.bwd_block_k, policy.bwd_block_q):
+        exponent = scores(keys, queries).sub_(log2_sum[..., queries, :]).clamp_(max=0.0)
+        p = alike(Tensor.exp2_, exponent)
+        dpj = dp(keys, queries)
+        ds = p * (dpj - delta[..., queries, :])
         if mask is not None:
-            unseen = pad_tokens(~mask.flip(0), mask.shape[0] + seen_from - first, True).flip(0)
-            p.masked_fill_(unseen, 0.0)
-            ds.masked_fill_(unseen, 0.0)
+            p.masked_fill_(~mask, 0.0)
+            ds.masked_fill_(~mask, 0.0)
         if observe is not None:
             for name, value in (("p", p), ("dp", dpj), ("ds", ds)):
-                observe(name, first, keys, value)
+                observe(name, queries.start, keys, value)
 
         per_key = policy.p_bwd_scale == "per_key"
-        dv[..., keys, :] += _contract_queries(p, dv_operand, first, per_key, kv_heads, dtype)[0]
+        dv[..., keys, :] += _contract_queries(p, dv_operand, queries, per_key, kv_heads, dtype)[0]
         per_key = policy.ds_dk_scale == "per_key"
-        dkj, ds_hat = _contract_queries(ds, dk_operand, first, per_key, kv_heads, torch.bfloat16)
+        dkj, ds_hat = _contract_queries(ds, dk_operand, queries, per_key, kv_heads, torch.bfloat16)
         dk[..., keys, :] += dkj
         if q_mean is not None:
-            dk[..., keys, :] += (ds_hat.mT @ q_mean[..., first:, :]).sum(2)
-        dq[..., first:, :] += _contract_keys(ds, dq_operand, keys, policy)
+            dk[..., keys, :] += (ds_hat.mT @ q_mean[..., queries, :]).sum(2)
+        dq[..., queries, :] += _contract_keys(ds, dq_operand, keys, policy)
 
     return Gradients((dq.flatten(1, 2) * scale).to(dtype), (dk * scale).to(dtype), dv.to(dtype))
 
@@ -182,10 +226,10 @@ class _ScoreGradient:
             values = v8.dequantize() if v8 is not None else v
             self.b = round16(values.to(v.dtype), v.dtype).unsqueeze(2)
 
-    def __call__(self, keys: slice, first: int) -> Tensor:
-        dp = self.a[..., first:, :] @ self.b[..., keys, :].mT
+    def __call__(self, keys: slice, queries: slice) -> Tensor:
+        dp = self.a[..., queries, :] @ self.b[..., keys, :].mT
         if self.v_scale is not None:
-            dp.mul_(self.a_scale[..., first:, :] * self.v_scale[..., keys])
+            dp.mul_(self.a_scale[..., queries, :] * self.v_scale[..., keys])
         return dp
 
 
@@ -218,7 +262,7 @@ def _transposed(
 def _contract_queries(
     x: Tensor,
     operand: Quantized | Tensor,
-    first: int,
+    rows: slice,
     per_key: bool,
     kv_heads: int,
     dtype: torch.dtype,
@@ -226,9 +270,9 @@ def _contract_queries(
     """X^T B over the queries of a head group, for dV (X = P) and dK (X = dS).
 
     Args:
-        x: (batch, kv_heads, group, queries from ``first`` on, keys); ``first`` starts a tile.
+        x: (batch, kv_heads, group, queries, keys).
         operand: B, all queries: (batch, heads, seqlen_q, head_dim).
-        first: first query of x.
+        rows: the queries of x, from the start of a tile on.
         per_key: in INT8, one scale of X for each key of a tile; else one for the tile.
         kv_heads: number of key heads.
         dtype: of X in a 16-bit product.
@@ -238,17 +282,20 @@ def _contract_queries(
     """
     if isinstance(operand, Tensor):
         x = round16(x, dtype)
-        return (x.mT @ group_heads(operand, kv_heads)[..., first:, :]).sum(2), x
+        return (x.mT @ group_heads(operand, kv_heads)[..., rows, :]).sum(2), x
     tile, queries = operand.block, x.shape[-2]
     tiles = num_groups(queries, tile)
     x = pad_tokens(x, tile).unflatten(-2, (tiles, tile))
     scale = absmax_scale(x.abs().amax(-2 if per_key else (-2, -1), keepdim=True))
     x = encode(x, scale)
-    b = pad_tokens(operand.codes[..., first:, :], tile).unflatten(-2, (tiles, tile))
+    b = pad_tokens(operand.codes[..., rows, :], tile).unflatten(-2, (tiles, tile))
     b_scale = operand.scale if operand.per_channel else operand.scale.unsqueeze(-1)
     partial = int_matmul(x.mT, group_heads(b, kv_heads))
     # The scales first: a sum of codes times a large one of them may overflow where dK does not.
-    partial *= scale.mT * group_heads(b_scale, kv_heads)[..., first // tile :, :].unsqueeze(-2)
+    first = rows.start // tile
+    partial *= scale.mT * group_heads(b_scale, kv_heads)[..., first : first + tiles, :].unsqueeze(
+        -2
+    )
     return partial.sum((2, 3)), (x * scale).flatten(-3, -2)[..., :queries, :]
 
 

@@ -14,6 +14,7 @@ def store_output(acc_O, rows, gO, gLSE, first, seqlen_left, dtype: cutlass.Const
     """O = (acc_O - bias) / l and LSE = ln 2 * (m + log2 l); 0 and -inf where l = 0.
 
     gO (tile_m, head_dim) and gLSE (tile_m) of this tile, first the thread's first (row, column).
+    Columns of acc_O behind head_dim, which fill up a product, are left out.
     """
     for r in cutlass.range_constexpr(2):
         total = rows.l[r] + cute.arch.shuffle_sync_bfly(rows.l[r], 1)
@@ -22,7 +23,7 @@ def store_output(acc_O, rows, gO, gLSE, first, seqlen_left, dtype: cutlass.Const
         inverse = ptx.select(seen, 1.0 / total, Float32(0.0))
         row = first[0] + 8 * r
         if row < seqlen_left:
-            for j in cutlass.range_constexpr(cute.size(acc_O) // 4):
+            for j in cutlass.range_constexpr(gO.shape[1] // 8):
                 pair = cute.make_rmem_tensor(2, dtype)
                 for c in cutlass.range_constexpr(2):
                     value = (acc_O[c + 2 * r + 4 * j] - rows.bias[r]) * inverse

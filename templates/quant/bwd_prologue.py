@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32, Int8, Int32, const_expr
 from sage_cute.config import ARCHS, Status
 from sage_cute.config.bwd import BwdProblem, default_bwd_config, supports_bwd
 from sage_cute.templates.blocks import ptx
-from sage_cute.templates.quant.qkv_prologue import LANES, QuantizePrologue
+from sage_cute.templates.quant.qkv_prologue import QuantizePrologue
 from sage_cute.templates.quant.spec import TILE
 
 LOG2_E = 1.4426950408889634
@@ -71,9 +71,7 @@ class BwdPrologue(QuantizePrologue):
             raise ValueError(status.reason)
         self.problem, self.block_q = problem, block_q
         self.head_dim = problem.head_dim
-        self.lanes = LANES[problem.head_dim]
-        self.threads = TILE * self.lanes
-        self.vectors = problem.head_dim // (8 * self.lanes)
+        self.share_channels()
 
     @staticmethod
     def supports(problem: BwdProblem) -> Status:
@@ -212,24 +210,23 @@ class BwdPrologue(QuantizePrologue):
                 rV[None, 0, v].store(values.to(target.element_type))
             if row < seqlen:
                 wide = self.tiled_copy(target.element_type, 128)
-                gV = cute.local_tile(target, (TILE, self.head_dim), (tile, 0))
                 tidx, _, _ = cute.arch.thread_idx()
-                cute.copy(wide, rV, wide.get_slice(tidx).partition_D(gV))
+                gV = wide.get_slice(tidx).partition_D(self.tile_of(target, tile))
+                self.copy(wide, rV, gV)
 
     @cute.jit
     def dequantize(self, gX: cute.Tensor, scale, gOut: cute.Tensor, tile):
         """Codes gX (tokens, head_dim) times the token's scale, in bfloat16."""
         tidx, _, _ = cute.arch.thread_idx()
         codes, wide = self.tiled_copy(Int8, 64), self.tiled_copy(BFloat16, 128)
-        shape = TILE, self.head_dim
-        source = codes.get_slice(tidx).partition_S(cute.local_tile(gX, shape, (tile, 0)))
-        target = wide.get_slice(tidx).partition_D(cute.local_tile(gOut, shape, (tile, 0)))
+        source = codes.get_slice(tidx).partition_S(self.tile_of(gX, tile))
+        target = wide.get_slice(tidx).partition_D(self.tile_of(gOut, tile))
         if tile * TILE + self.row() < gOut.shape[0]:
             rX = cute.make_fragment_like(source)
-            cute.copy(codes, source, rX)
+            self.copy(codes, source, rX)
             rOut = cute.make_fragment_like(target)
             rOut.store((rX.load().to(Float32) * scale).to(BFloat16))
-            cute.copy(wide, rOut, target)
+            self.copy(wide, rOut, target)
 
 
 def _add_product(total, a, b):

@@ -44,10 +44,10 @@ class KMean:
     def __init__(self, head_dim: int):
         self.head_dim = head_dim
         self.columns = head_dim // 8  # threads across one token
-        self.threads = 192 if head_dim == 96 else 256
+        self.groups = 256 // head_dim  # second reduction: threads per channel
+        self.threads = self.groups * head_dim
         self.rows = self.threads // self.columns  # tokens that one load instruction covers
         self.step = self.rows * UNROLL
-        self.groups = self.threads // head_dim  # second reduction: threads per channel
 
     @cute.jit
     def launch(self, mK: cute.Tensor, mPartial: cute.Tensor, mMean: cute.Tensor, stream):
@@ -56,7 +56,8 @@ class KMean:
             grid=(mPartial.shape[0] * mPartial.shape[1], 1, 1),
             block=[self.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=3,
+            # where threads and columns are no powers of two, addresses take more registers
+            min_blocks_per_mp=3 if self.threads % 64 == 0 else 2,
             preferred_smem_carveout=50,  # given: or compiling asks a GPU for it
         )
         self.finish(mPartial, mMean, mK.shape[2]).launch(

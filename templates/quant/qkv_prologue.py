@@ -15,9 +15,6 @@ from sage_cute.templates.quant.exact import BOOST, pack4, round_codes, scale_of
 from sage_cute.templates.quant.k_mean import KMean
 from sage_cute.templates.quant.spec import TILE, QuantSpec
 
-LANES = {32: 1, 64: 2, 96: 4, 128: 4, 256: 8}
-"""Lanes that share a token: 32 channels each (24 at head_dim 96), so that what a token costs beside
-its channels (a reduction, a reciprocal) is spread over as many."""
 KEYS = [(2 * q, 2 * q + 1, 8 + 2 * q, 9 + 2 * q) for q in range(4)]
 """Keys, of a group of 16, in each word of V^T: position 4q + 2b + c holds key 8b + 2q + c."""
 
@@ -36,6 +33,15 @@ def _opaque(x, *, loc=None, ip=None):
             asm_dialect=llvm.AsmDialect.AD_ATT,
         )
     )
+
+
+def lanes_of(head_dim: int) -> int:
+    """Lanes that share a token: for 32 channels each or the next power of two above.
+
+    So that what a token costs beside its channels (a reduction, a reciprocal) is spread over as
+    many.
+    """
+    return 1 << (-(-head_dim // 32) - 1).bit_length()
 
 
 def forget(x: cute.Tensor):
@@ -59,7 +65,7 @@ class QuantizePrologue(AttnTemplate):
     Layouts (head_dim contiguous and any other strides, inputs with rows on 16 bytes):
 
         mQ (batch, heads, seqlen_q, head_dim), mK and mV (batch, kv heads, seqlen_k, head_dim)
-        mQc, mKc int8 codes, shaped as Q and K
+        mQc, mKc int8 codes, shaped as Q and K, rows on 8 bytes
         mQs, mKs float32: per token (batch, heads, seqlen), or per block (batch, heads, blocks)
         mKmean (batch, kv heads, head_dim) float32
         mVt (batch, kv heads, head_dim, seqlen_k rounded up to 128) int8: V^T, the keys of each
@@ -69,11 +75,13 @@ class QuantizePrologue(AttnTemplate):
         mPartial (batch * kv heads, chunks, head_dim) float64: scratch of the mean
 
     Roles: all warps do the same. One CTA quantizes one tile of 128 tokens: the first CTAs those of
-    V, then those of Q, then those of K. A token belongs to 1 to 8 lanes of a warp (``LANES``).
+    V, then those of Q, then those of K. A token belongs to 1 to 8 lanes of a warp (``lanes_of``).
 
     Pipelines: none inside a CTA; 32 to 48 warps a multiprocessor hide each other's waiting, for
     which 40 registers have to do (``forget``). The launch may start while the K mean is computed
-    (programmatic dependent launch); the CTAs of K wait for it, and they come last.
+    (programmatic dependent launch); the CTAs of K wait for it, and they come last. Where a token's
+    vectors of 8 channels are no multiple of its lanes, some lanes hold one of zeros, neither read
+    nor written, and threads have 64 registers.
 
     Shared memory: see ``Smem``. V is transposed there: tokens in rows whose pitch is an odd
     multiple of what a token's lanes write at once, and 4 words of skew every 16 rows, which leaves
@@ -91,12 +99,17 @@ class QuantizePrologue(AttnTemplate):
             raise ValueError(status.reason)
         self.spec = spec
         self.head_dim = spec.head_dim
-        self.lanes = LANES[spec.head_dim]
-        self.threads = TILE * self.lanes
-        self.vectors = spec.head_dim // (8 * self.lanes)  # of 8 channels, for one lane
-        words = spec.head_dim // 4
+        self.share_channels()
+        words = self.padded_dim // 4
         self.pitch = words if words // (2 * self.lanes) % 2 else words + 2 * self.lanes
         self.mean = KMean(spec.head_dim)
+
+    def share_channels(self):
+        """How a token's channels are spread over lanes, in vectors of 8."""
+        self.lanes = lanes_of(self.head_dim)
+        self.threads = TILE * self.lanes
+        self.vectors = -(-self.head_dim // (8 * self.lanes))
+        self.padded_dim = 8 * self.lanes * self.vectors
 
     @staticmethod
     def supports(spec: QuantSpec) -> Status:
@@ -133,7 +146,7 @@ class QuantizePrologue(AttnTemplate):
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=self.spec.smooth_k,
-            min_blocks_per_mp=1536 // self.threads,
+            min_blocks_per_mp=(1536 if self.padded_dim == self.head_dim else 1024) // self.threads,
             preferred_smem_carveout=80,  # percent; given, or compiling asks a GPU for it
         )
 
@@ -179,7 +192,7 @@ class QuantizePrologue(AttnTemplate):
             return allocator.allocate_tensor(dtype, cute.make_layout(size), byte_alignment=16)
 
         mean, absmax, codes = (
-            array(Float32, self.head_dim),
+            array(Float32, self.padded_dim),
             array(Float32, self.threads // 32),
             None,
         )
@@ -208,6 +221,9 @@ class QuantizePrologue(AttnTemplate):
             cute.arch.griddepcontrol_wait()
             if tidx < self.head_dim:
                 mean[tidx] = mKmean[batch, head, tidx]
+            if const_expr(self.padded_dim > self.head_dim):  # noqa: SIM102
+                if tidx >= self.head_dim and tidx < self.padded_dim:
+                    mean[tidx] = Float32(0.0)
             cute.arch.sync_threads()
         scales = self.scale(rX, mK.shape[2], tile, self.spec.block_k, mean, smem.absmax)
         self.store_scale(scales[0], mKs[batch, head, None], mK.shape[2], tile, self.spec.block_k)
@@ -253,6 +269,20 @@ class QuantizePrologue(AttnTemplate):
         threads = cute.make_layout((TILE, self.lanes), stride=(self.lanes, 1))
         return cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, 8)))
 
+    def tile_of(self, gX: cute.Tensor, tile):
+        """A tile of gX (seqlen, head_dim), with channels that do not exist where lanes idle."""
+        return cute.local_tile(gX, (TILE, self.padded_dim), (tile, 0))
+
+    @cute.jit
+    def copy(self, tiled, source: cute.Tensor, target: cute.Tensor):
+        """This thread's vectors (8, 1, vectors) of a token, as far as they exist."""
+        if const_expr(self.padded_dim == self.head_dim):
+            cute.copy(tiled, source, target)
+        else:
+            for v in cutlass.range_constexpr(self.vectors):
+                if 8 * (v * self.lanes + self.lane()) < self.head_dim:
+                    cute.copy(tiled, source[None, None, v], target[None, None, v])
+
     # Steps of all operands.
 
     @cute.jit
@@ -260,12 +290,11 @@ class QuantizePrologue(AttnTemplate):
         """A thread's part of a tile of gX (seqlen, head_dim): (8, 1, vectors), 0 behind the end."""
         tidx, _, _ = cute.arch.thread_idx()
         tiled = self.tiled_copy(gX.element_type, 128)
-        gTile = cute.local_tile(gX, (TILE, self.head_dim), (tile, 0))
-        tXgX = tiled.get_slice(tidx).partition_S(gTile)
+        tXgX = tiled.get_slice(tidx).partition_S(self.tile_of(gX, tile))
         tXrX = cute.make_fragment_like(tXgX)
         tXrX.fill(0.0)
         if tile * TILE + self.row() < gX.shape[0]:
-            cute.copy(tiled, tXgX, tXrX)
+            self.copy(tiled, tXgX, tXrX)
         return tXrX
 
     @cute.jit
@@ -335,10 +364,9 @@ class QuantizePrologue(AttnTemplate):
         """Codes to gC (seqlen, head_dim)."""
         tidx, _, _ = cute.arch.thread_idx()
         tiled = self.tiled_copy(Int8, 64)
-        gTile = cute.local_tile(gC, (TILE, self.head_dim), (tile, 0))
-        tCgC = tiled.get_slice(tidx).partition_D(gTile)
+        tCgC = tiled.get_slice(tidx).partition_D(self.tile_of(gC, tile))
         if tile * TILE + self.row() < gC.shape[0]:
-            cute.copy(tiled, cute.make_tensor(codes.iterator, tCgC.shape), tCgC)
+            self.copy(tiled, cute.make_tensor(codes.iterator, tCgC.shape), tCgC)
 
     # V^T.
 

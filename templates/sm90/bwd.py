@@ -578,7 +578,9 @@ class SageBwdSm90(AttnTemplate):
         identity = cute.make_identity_tensor((c.tile_n, self.columns))
         first = mma.get_slice(tidx).partition_C(identity)[0]
         gX = target[tile.batch, tile.head, None, None]
-        groups = const_expr(min(self.columns, self.problem.head_dim) // 8)
+        head_dim = const_expr(self.problem.head_dim)
+        groups = const_expr(min(self.columns, head_dim) // 8)
+        short = const_expr(self.config.column_splits > 1 and head_dim % self.columns > 0)
         for r in cutlass.range_constexpr(2):
             key = tile.block * c.tile_n + first[0] + 8 * r
             if key < work.seqlen_k:
@@ -587,4 +589,9 @@ class SageBwdSm90(AttnTemplate):
                     for x in cutlass.range_constexpr(2):
                         pair[x] = (acc[x + 2 * r + 4 * j] * factor).to(self.dtype)
                     column = tile.split * self.columns + 8 * j + first[1]
-                    cute.autovec_copy(pair, cute.local_tile(gX[key, None], (2,), (column // 2,)))
+                    where = cute.local_tile(gX[key, None], (2,), (column // 2,))
+                    if const_expr(not short):
+                        cute.autovec_copy(pair, where)
+                    else:
+                        if column < head_dim:
+                            cute.autovec_copy(pair, where)

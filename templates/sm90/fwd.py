@@ -61,11 +61,11 @@ class SageFwdSm90(AttnTemplate):
         K    warps 0 and 1 -> consumers            2 + bytes, one a consumer warp
         V    warp 0 -> consumers                   1 + bytes, one a consumer warp
 
-    Shared memory
-        sQ (tile_m, head_dim), sK (tile_n, head_dim, stages), sV (head_dim, tile_n, stages) int8,
-        swizzled; sKeys (tile_n / 8, 4, stages) half2: v_scale of the keys that a thread of place q
-        in its quad has in a column group, as p_max * v / (largest v of the block); sTile (4,
-        stages): k of the block, its largest v, whether its v are flat; barriers.
+    Shared memory (dim: head_dim rounded up to 32, where TMA leaves zeros)
+        sQ (tile_m, dim), sK (tile_n, dim, stages), sV (dim, tile_n, stages) int8, swizzled; sKeys
+        (tile_n / 8, 4, stages) half2: v_scale of the keys that a thread of place q in its quad has
+        in a column group, as p_max * v / (largest v of the block); sTile (4, stages): k of the
+        block, its largest v, whether its v are flat; barriers.
 
     A consumer's iteration on block j (blocks run from the last to 0), with ``overlap``: issue
     S = Q K^T of block j and P V of block j + 1 -> wait for both -> one stretch of instructions that
@@ -83,10 +83,10 @@ class SageFwdSm90(AttnTemplate):
     def __init__(self, problem: AttnProblem, config: FwdTileConfig) -> None:
         """Static facts only; ask ``supports`` first."""
         self.problem, self.config = problem, config
-        self.head_dim, self.dtype = problem.head_dim, wgmma.DTYPES[problem.dtype]
+        self.dim, self.dtype = problem.padded_dim, wgmma.DTYPES[problem.dtype]
         self.v_per_token = problem.v_scale == "per_token"
         self.exact_p = self.v_per_token and problem.p_scale == "per_block"
-        self.slice_n = problem.head_dim // config.pv_slices
+        self.slice_n = self.dim // config.pv_slices
         self.threads = 128 * (1 + config.num_consumer_wgs)
         self.consumer_registers = consumer_registers(config.num_consumer_wgs, ARCH)
 
@@ -116,13 +116,13 @@ class SageFwdSm90(AttnTemplate):
         mma_qk = int8_sm90.tiled_mma(c.num_consumer_wgs, c.tile_n, a_in_registers=False)
         mma_pv = int8_sm90.tiled_mma(c.num_consumer_wgs, self.slice_n, a_in_registers=True)
         layouts = SimpleNamespace(
-            q=wgmma.smem_layout(Int8, self.head_dim, (c.tile_m, self.head_dim)),
-            k=wgmma.smem_layout(Int8, self.head_dim, (c.tile_n, self.head_dim, c.num_stages)),
-            v=wgmma.smem_layout(Int8, c.tile_n, (self.head_dim, c.tile_n, c.num_stages)),
+            q=wgmma.smem_layout(Int8, self.dim, (c.tile_m, self.dim)),
+            k=wgmma.smem_layout(Int8, self.dim, (c.tile_n, self.dim, c.num_stages)),
+            v=wgmma.smem_layout(Int8, c.tile_n, (self.dim, c.tile_n, c.num_stages)),
         )
-        tma_q = loading.tma(mQ, layouts.q, (c.tile_m, self.head_dim))
-        tma_k = loading.tma(mK, layouts.k, (c.tile_n, self.head_dim))
-        tma_v = loading.tma(mV, layouts.v, (self.head_dim, c.tile_n))
+        tma_q = loading.tma(mQ, layouts.q, (c.tile_m, self.dim))
+        tma_k = loading.tma(mK, layouts.k, (c.tile_n, self.dim))
+        tma_v = loading.tma(mV, layouts.v, (self.dim, c.tile_n))
 
         @cute.struct
         class Storage:
@@ -188,9 +188,9 @@ class SageFwdSm90(AttnTemplate):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         pipe = partial(loading.pipe, consumers=4 * c.num_consumer_wgs)
-        k_bytes = c.tile_n * self.head_dim
+        k_bytes = c.tile_n * self.dim
         pipes = FwdPipes(
-            q=pipe(storage.q_barriers, 1, 1, tx_bytes=c.tile_m * self.head_dim),
+            q=pipe(storage.q_barriers, 1, 1, tx_bytes=c.tile_m * self.dim),
             k=pipe(storage.k_barriers, c.num_stages, 2, tx_bytes=k_bytes),
             v=pipe(storage.v_barriers, c.num_stages, 1, tx_bytes=k_bytes),
         )
@@ -252,7 +252,7 @@ class SageFwdSm90(AttnTemplate):
     @cute.jit
     def load(self, gmem, smem, pipes, work, tma_q, tma_k, tma_v):
         """Warp 0: the tiles of Q, K and V^T."""
-        c, d = self.config, self.head_dim
+        c, d = self.config, self.dim
         q_state = loading.producer_state(1)
         state = loading.producer_state(c.num_stages)
         first, last, step = self.tiles(work)
@@ -346,7 +346,7 @@ class SageFwdSm90(AttnTemplate):
             coord, num_blocks = self.tile(index, work)
             rows, mask = self.start_rows(ops, gmem, work, coord, wg, scale_log2)
             acc = FwdAccumulators(
-                o=cute.make_rmem_tensor(self.head_dim // 2, Float32),
+                o=cute.make_rmem_tensor(self.dim // 2, Float32),
                 s=cute.make_rmem_tensor(ops.s_shape, Int32),
                 pv=cute.make_rmem_tensor(ops.pv_shape, Int32),
             )
@@ -403,7 +403,7 @@ class SageFwdSm90(AttnTemplate):
         coords = mma_qk.get_slice(ptx.thread_index() - 128).partition_C(identity)
         gO = cute.local_tile(
             gmem.out[coord.batch, coord.head, None, None],
-            (c.tile_m, self.head_dim),
+            (c.tile_m, self.problem.head_dim),
             (coord.m_block, 0),
         )
         gLSE = cute.local_tile(
@@ -451,7 +451,7 @@ class SageFwdSm90(AttnTemplate):
         if const_expr(c.pingpong):
             cute.arch.barrier(barrier_id=PINGPONG_BARRIER + wg, number_of_threads=256)
         k = ops.k[None, None, None, now.index]
-        wgmma.issue(ops.mma_qk, acc.s, self.head_dim // 32, ops.q, k)
+        wgmma.issue(ops.mma_qk, acc.s, self.dim // 32, ops.q, k)
         if const_expr(c.overlap):
             self.issue_product(ops, acc, 0, states.before, fence=False)
         if const_expr(c.pingpong):

@@ -117,7 +117,7 @@ def check(policy, x, **options):
 
 @pytest.mark.parametrize("policy", [TOKEN, MIXED, PAPER], ids=["token", "mixed", "block"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 40, 64, 72, 96, 104, 128, 136, 200, 256])
 def test_head_dims(policy, dtype, head_dim):
     check(policy, inputs(2, 4, 2, 333, 451, head_dim, dtype))
 

@@ -43,7 +43,7 @@ def test_every_field_changes_the_key_or_is_rejected(field):
         assert supports_bwd(problem(), changed, ARCH).reason
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", range(16, 257, 8))
 @pytest.mark.parametrize("policy", [FIRST, FIRST + ":dp=16bit", "accurate"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_defaults_fit(head_dim, policy, dtype):
@@ -80,7 +80,7 @@ def test_supports_gives_reasons():
     assert (
         "float32" in bwd_launch.supports(resolve(FIRST), **{**ask, "dtype": torch.float32}).reason
     )
-    assert "head_dim" in bwd_launch.supports(resolve(FIRST), **{**ask, "head_dim": 80}).reason
+    assert "head_dim" in bwd_launch.supports(resolve(FIRST), **{**ask, "head_dim": 84}).reason
 
 
 def test_workspace_is_what_the_documentation_says():

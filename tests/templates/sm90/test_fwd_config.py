@@ -41,13 +41,20 @@ def test_every_field_changes_the_key_or_is_rejected(field):
         assert supports_fwd(problem(), changed, ARCH).reason
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", range(16, 257, 8))
 @pytest.mark.parametrize("policy", ["fast", "accurate", "sagebwd"])
 def test_defaults_fit(head_dim, policy):
     built = problem(head_dim, policy)
     config = default_fwd_config(built)
     assert supports_fwd(built, config, ARCH)
     assert fwd_smem_bytes(built, config) <= ARCH.smem_bytes
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 100, 264])
+def test_head_dims_without_a_kernel_say_so(head_dim):
+    built = problem(head_dim)
+    reason = supports_fwd(built, default_fwd_config(built), ARCH).reason
+    assert reason.startswith(f"head_dim={head_dim}: kernels take multiples of 8 from 16 to 256")
 
 
 @pytest.mark.parametrize("wgs", [1, 2, 3])
