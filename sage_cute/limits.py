@@ -168,6 +168,8 @@ REFUSED: Final = {
     "attn_mask": "an arbitrary mask (attn_mask): for padding at the end pass key_lengths, for a "
     "band around the diagonal causal and window, and for sequences of different lengths use "
     "attention_varlen",
+    "nested": "nested tensors: pad them to one length",
+    "sparse": "sparse tensors: call to_dense() first",
     "dropout": "dropout in attention: use torch's scaled_dot_product_attention where it is needed",
     "double backward": "double backward: there is no gradient of its gradient; use torch's "
     "scaled_dot_product_attention with the math backend where one is needed",

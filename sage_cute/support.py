@@ -37,11 +37,20 @@ class Support:
         return self.supported
 
 
+def check_dense(*tensors: Tensor) -> None:
+    """Raises where a tensor is nested or sparse: torch's own message would name no remedy."""
+    for x in tensors:
+        if x.layout is not torch.strided or x.is_nested:
+            kind = "nested" if x.is_nested else "sparse"
+            raise UnsupportedError(f"sage.attn: not supported: {REFUSED[kind]}")
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
     """Raises the one error that says what is wrong with the inputs of attention, and the remedy.
 
     Reads sizes, dtypes and devices only, never data: it runs on fake tensors as well.
     """
+    check_dense(q, k, v)
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ShapeError(
             "sage.attn: q, k and v must be (batch, heads, seqlen, head_dim), got "

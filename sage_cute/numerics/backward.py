@@ -136,6 +136,7 @@ def _backward(
     dtype, group = v.dtype, heads // max(kv_heads, 1)
     if 0 in (batch, heads, seqlen_q, seqlen_k):
         return Gradients(torch.zeros_like(out), torch.zeros_like(v), torch.zeros_like(v))
+    dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out))  # as the forward does
     seeing = sight.seeing()
     dout, q = only(dout, seeing), only(q, seeing)
 
