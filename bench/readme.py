@@ -4,7 +4,8 @@
     python -m bench.readme --check    fails if a file holds something else
 
 Between ``<!-- NAME: bench.MODULE -->`` and ``<!-- end -->`` stands what the newest result files of
-that module say, with device, versions, date and command; where there is none, what to run.
+that module say, with device, versions, date and command; where there is none, what to run. What is
+supported comes from ``sage_cute.limits``.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from bench import accuracy, pretrain, real_model
 from bench import report as speed
 from bench.paper import intermediates, magnitudes, sigma, smoothing, throughput
 from bench.result_files import RESULTS, source
+from sage_cute import limits
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (ROOT / "README.md", ROOT / "docs" / "evidence.md")
 Document = dict[str, Any]
-_MARKER = re.compile(r"(<!-- ([\w-]+): (bench\.[\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKER = re.compile(r"(<!-- ([\w-]+): ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def _with_source(table: Callable[[Document], str]) -> Callable[[Document], str]:
@@ -89,6 +91,7 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Document]], Callable[[Document],
     "real-model": (lambda: _files("real-model-*.json"), _real_model),
     "tuning": (lambda: _files("real-model-*.json"), _tuning),
     "pretrain": (lambda: _files("pretrain-*.json"), _with_source(pretrain.table)),
+    "supported": (lambda: iter([{"meta": {}}]), lambda _: limits.markdown()),
 }
 """By the name in a marker: the result files, and the text of one (None: it has none)."""
 

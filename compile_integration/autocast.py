@@ -21,10 +21,10 @@ def _register(name: str, device: str) -> None:
     def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
 
-    def kernel(_: Any, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+    def kernel(_: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(device.lower())
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return target(cast(q, dtype), cast(k, dtype), cast(v, dtype), **kwargs)
+            return target(cast(q, dtype), cast(k, dtype), cast(v, dtype), *rest, **kwargs)
 
     LIB.impl(name, kernel, "Autocast" + device, with_keyset=True)
 

@@ -15,8 +15,9 @@ form (a setup_context style costs 35 us a call more); ``register_autograd`` serv
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,76 +26,94 @@ from torch.autograd import forward_ad
 from sage_cute.compile_integration.ops import default_scale
 from sage_cute.compile_integration.schema import LIB, NAMESPACE, op
 from sage_cute.errors import DoubleBackwardError, UnsupportedError
+from sage_cute.limits import REFUSED
 from sage_cute.policies import canonical, resolve
-from sage_cute.support import check_backward
+from sage_cute.support import check_backward, check_dense, extras
 
-_fwd, _infer, _backward = op("attn_fwd"), op("attn_infer"), op("attn_backward")
 # Past the ops' own autograd formulas, where the caller is their autograd: 5 us less a call.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def _save(
-    ctx: Any,
-    inputs: tuple[Tensor, Tensor, Tensor, float | None, bool, str],
-    outputs: tuple[Tensor, ...],
-) -> None:
-    q, k, v, *ctx.static = inputs
-    policy = resolve(inputs[5])
+class Ops(NamedTuple):
+    """The ops of one way to lay out a batch.
+
+    ``fwd`` and ``infer`` take (q, k, v, *rest, k_mean) with the policy third in rest; ``backward``
+    takes gradients, (q, k, v) and what fwd returned, and rest.
+    """
+
+    fwd: Any
+    infer: Any
+    backward: Any
+
+
+DENSE = Ops(op("attn_fwd"), op("attn_infer"), op("attn_backward"))
+_IS_SAVED = object()  # in the place of a tensor, which autograd keeps
+
+
+def _save(ctx: Any, ops: Ops, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    q, k, v, *rest, _ = inputs
+    policy = resolve(rest[2])
+    given = [x for x in rest if isinstance(x, Tensor)]
     ctx.save_for_backward(
-        None if policy.saves_q_codes else q, None if policy.saves_k_codes else k, v, *outputs
+        None if policy.saves_q_codes else q,
+        None if policy.saves_k_codes else k,
+        v,
+        *outputs,
+        *given,
     )
+    ctx.ops, ctx.num_given = ops, len(given)
+    ctx.rest = [_IS_SAVED if isinstance(x, Tensor) else x for x in rest]
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
+    none = (None,) * (len(ctx.rest) + 1)
     if dout is None and dlse is None:
-        return (None,) * 6
-    q, k, v, out, *saved = ctx.saved_tensors
+        return (None, None, None, *none)
+    tensors = list(ctx.saved_tensors)
+    given = iter(tensors[len(tensors) - ctx.num_given :])
+    q, k, v, out, *saved = tensors[: len(tensors) - ctx.num_given]
+    rest = [next(given) if x is _IS_SAVED else x for x in ctx.rest]
     if dout is None:
         dout = torch.zeros_like(out)
     if torch.is_grad_enabled():  # create_graph: through the formula that raises
-        grads = _backward(dout, dlse, q, k, v, out, *saved, *ctx.static)
+        grads = ctx.ops.backward(dout, dlse, q, k, v, out, *saved, *rest)
     else:
         with _below_autograd():
-            grads = _backward(dout, dlse, q, k, v, out, *saved, *ctx.static)
-    return (*grads, None, None, None)
+            grads = ctx.ops.backward(dout, dlse, q, k, v, out, *saved, *rest)
+    return (*grads, *none)
 
 
 class _SageAttention(torch.autograd.Function):
     """out, differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, ops: Ops, *inputs: Any) -> Tensor:
         with _below_autograd():
-            outputs = _fwd(*inputs)
-        _save(ctx, inputs, outputs)
+            outputs = ops.fwd(*inputs)
+        _save(ctx, ops, inputs, outputs)
         out: Tensor = outputs[0]
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None) -> Any:
-        return _gradients(ctx, dout)
+        return None, *_gradients(ctx, dout)
 
 
 class _SageAttentionWithLse(torch.autograd.Function):
     """(out, lse of the smoothed K, k_mean): the first two differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, ops: Ops, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         with _below_autograd():
-            outputs = _fwd(*inputs)
-        _save(ctx, inputs, outputs)
+            outputs = ops.fwd(*inputs)
+        _save(ctx, ops, inputs, outputs)
         ctx.mark_non_differentiable(outputs[-1])
         return outputs[0], outputs[1], outputs[-1]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> Any:
-        return _gradients(ctx, dout, dlse)
-
-
-def _setup_fwd(ctx: Any, inputs: Any, output: Any) -> None:
-    _save(ctx, inputs, output)
-    ctx.mark_non_differentiable(*output[2:])
+        return None, *_gradients(ctx, dout, dlse)
 
 
 def _raises(error: Exception) -> Any:
@@ -104,35 +123,53 @@ def _raises(error: Exception) -> Any:
     return backward
 
 
-_NO_SECOND = DoubleBackwardError(
-    "sage.attn does not support double backward: there is no gradient of its gradient; use torch's "
-    "scaled_dot_product_attention with the math backend where one is needed"
-)
+_NO_SECOND = DoubleBackwardError(f"sage.attn: not supported: {REFUSED['double backward']}")
 _NO_GRAD = RuntimeError(
     "sage.attn_infer saves nothing for a backward: call sage.attn (it picks this op by itself "
     "where no gradient is needed)"
 )
-torch.library.register_autograd(
-    f"{NAMESPACE}::attn_fwd", _gradients, setup_context=_setup_fwd, lib=LIB
-)
-# Without these, autograd would trace through the CPU bodies and return gradients that nobody meant.
-torch.library.register_autograd(f"{NAMESPACE}::attn_backward", _raises(_NO_SECOND), lib=LIB)
-torch.library.register_autograd(f"{NAMESPACE}::attn_infer", _raises(_NO_GRAD), lib=LIB)
+
+
+def _register_formulas(name: str, ops: Ops) -> None:
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, ops, inputs, output)
+        ctx.mark_non_differentiable(*output[2:])
+
+    register = functools.partial(torch.library.register_autograd, lib=LIB)
+    register(f"{NAMESPACE}::{name}_fwd", _gradients, setup_context=setup)
+    # Without these, autograd would trace through the CPU bodies and return gradients that nobody
+    # meant.
+    register(f"{NAMESPACE}::{name}_backward", _raises(_NO_SECOND))
+    register(f"{NAMESPACE}::{name}_infer", _raises(_NO_GRAD))
+
+
+_register_formulas("attn", DENSE)
 
 
 def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)
     ):
-        raise UnsupportedError(
-            "sage.attn: forward-mode derivatives are not implemented; use reverse mode (backward)"
-        )
+        raise UnsupportedError(f"sage.attn: not supported: {REFUSED['forward mode']}")
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def _attn_infer(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    with _below_autograd():
-        outputs: tuple[Tensor, Tensor, Tensor] = _infer(*inputs)
+def _out(ops: Ops, needs_grad: bool, *inputs: Any) -> Tensor:
+    if needs_grad:
+        out: Tensor = _SageAttention.apply(ops, *inputs)  # type: ignore[no-untyped-call]
+    else:
+        with _below_autograd():
+            out = ops.infer(*inputs)[0]
+    return out
+
+
+def _out_lse_mean(ops: Ops, needs_grad: bool, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if needs_grad:
+        outputs: tuple[Tensor, Tensor, Tensor]
+        outputs = _SageAttentionWithLse.apply(ops, *inputs)  # type: ignore[no-untyped-call]
+    else:
+        with _below_autograd():
+            outputs = ops.infer(*inputs)
     return outputs
 
 
@@ -148,43 +185,53 @@ def attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    key_lengths: Tensor | None = None,
+    k_mean: Tensor | None = None,
     *,
     is_causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
     scale: float | None = None,
     policy: str = "default",
 ) -> Tensor:
     """``sage::attn``: see :func:`sage_cute.attention`."""
+    check_dense(q, k, v)
     _know_dtensor(q)
-    policy = canonical(policy)
-    if _needs_grad(q, k, v):
-        check_backward(v, is_causal, policy)  # now, not when the loss is known
-        out: Tensor = _SageAttention.apply(q, k, v, scale, is_causal, policy)  # type: ignore[no-untyped-call]
-        return out
-    return _attn_infer(q, k, v, scale, is_causal, policy)[0]
+    policy, window = canonical(policy), (window_left, window_right)
+    needs_grad = _needs_grad(q, k, v)
+    if needs_grad:  # now, not when the loss is known
+        check_backward(v, is_causal, policy, extras(*window, key_lengths=key_lengths))
+    return _out(DENSE, needs_grad, q, k, v, scale, is_causal, policy, key_lengths, *window, k_mean)
 
 
 def attn_with_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    key_lengths: Tensor | None = None,
+    k_mean: Tensor | None = None,
     *,
     is_causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
     scale: float | None = None,
     policy: str = "default",
 ) -> tuple[Tensor, Tensor]:
     """``sage::attn_with_lse``: LSE is float32, natural log, of the original K; differentiable."""
+    check_dense(q, k, v)
     _know_dtensor(q)
-    policy = canonical(policy)
-    function = _attn_infer
-    if _needs_grad(q, k, v):
-        check_backward(v, is_causal, policy)
-        function = _SageAttentionWithLse.apply
-    out, lse, k_mean = function(q, k, v, scale, is_causal, policy)
-    if k_mean.shape[-1]:
+    policy, window = canonical(policy), (window_left, window_right)
+    needs_grad = _needs_grad(q, k, v)
+    if needs_grad:
+        check_backward(v, is_causal, policy, extras(*window, key_lengths=key_lengths))
+    inputs = q, k, v, scale, is_causal, policy, key_lengths, *window, k_mean
+    out, lse, mean = _out_lse_mean(DENSE, needs_grad, *inputs)
+    if mean.shape[-1]:
         # K's mean takes the query's heads, not q those of K: a DTensor may be split inside a group.
         group = q.shape[1] // max(k.shape[1], 1)
-        means = k_mean.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2).unsqueeze(2)
-        bias = (q.float() * means).sum(-1)
+        means = mean.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2).unsqueeze(2)
+        # Contiguous, since strides decide how torch sums.
+        bias = (q.contiguous().float() * means).sum(-1)
         # A query that sees no key has lse = -inf whatever q is: no gradient through its bias.
         bias = torch.where(lse == -torch.inf, 0.0, bias)
         lse = lse + bias * default_scale(q, scale)

@@ -9,27 +9,24 @@ from torch import Tensor
 
 from sage_cute.compile_integration.schema import LIB, NAMESPACE, op
 
-_TENSOR_ARGUMENTS = {"attn": 3, "attn_with_lse": 3, "attn_infer": 3, "attn_fwd": 3}
-_TENSOR_ARGUMENTS["attn_backward"] = 13
 
-
-def _register(name: str, num_tensors: int) -> None:
+def _register(name: str) -> None:
     target = op(name)
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
         n = info.batch_size
 
-        def fold(x: Tensor | None, dim: int | None) -> Tensor | None:
-            if x is None:
-                return None
+        def fold(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
             mapped = x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
             return mapped.flatten(0, 1)
 
         def unfold(x: Tensor) -> Tensor:
             return x.unflatten(0, (n, x.shape[0] // max(n, 1)))
 
-        tensors = (fold(x, d) for x, d in zip(args[:num_tensors], in_dims, strict=False))
-        result = target(*tensors, *args[num_tensors:], **kwargs)
+        # Every tensor has the batch in front. (Arguments that are left out have no entry.)
+        result = target(*map(fold, args, in_dims), **kwargs)
         if isinstance(result, Tensor):
             return unfold(result), 0
         return tuple(unfold(x) for x in result), (0,) * len(result)
@@ -37,5 +34,5 @@ def _register(name: str, num_tensors: int) -> None:
     torch.library.register_vmap(f"{NAMESPACE}::{name}", rule, lib=LIB)
 
 
-for _name, _num in _TENSOR_ARGUMENTS.items():
-    _register(_name, _num)
+for _name in ("attn", "attn_with_lse", "attn_infer", "attn_fwd", "attn_backward"):
+    _register(_name)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from sage_cute.compile_integration.ops import (
+    Backward,
+    Forward,
     Tensors3,
     backward_fake,
     default_scale,
@@ -23,7 +25,7 @@ from sage_cute.compile_integration.ops import (
     infer_fake,
 )
 from sage_cute.compile_integration.schema import LIB
-from sage_cute.numerics.forward import blind_queries, without_first
+from sage_cute.numerics.visibility import Visibility, only
 from sage_cute.policies import resolve
 
 _CODES = ("q_codes", "q_scale", "k_codes", "k_scale", "k_mean")
@@ -35,17 +37,7 @@ def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.device(x.device) if elsewhere else contextlib.nullcontext()
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    policy: str,
-    out: Tensor,
-    lse: Tensor,
-    given: dict[str, Tensor],
-) -> None:
+def _launch(x: Forward, out: Tensor, lse: Tensor, given: dict[str, Tensor]) -> None:
     """Quantizes and attends into ``out`` and ``lse``; ``given`` are outputs to quantize into."""
     # Here, so that importing the package stays as light as it is without a GPU.
     from sage_cute.compile.launch import V_SCALE_FORM, forward
@@ -53,14 +45,15 @@ def _launch(
     from sage_cute.compile.tensors import readable
     from sage_cute.tune.select import tile_config_of
 
-    config, mix = tile_config_of("fwd", policy, q, k, is_causal), resolve(policy)
+    q, k, v, is_causal = x.q, x.k, x.v, x.is_causal
+    config, mix = tile_config_of("fwd", x.policy, q, k, is_causal), resolve(x.policy)
     spec = quant_spec(mix, q.dtype, q.shape[3], V_SCALE_FORM)
     buffers = {
         name: given[name] if name in given else q.new_empty(shape, dtype=dtype)
         for name, (shape, dtype) in output_shapes(spec, q.shape, k.shape).items()
     }
     if mix.q_scale == "per_block":  # as the reference does, see there
-        q = without_first(q, blind_queries(q.shape[2], k.shape[2], is_causal))
+        q = only(q, Visibility.of(q.shape[2], k.shape[2], is_causal).seeing())
     with _on_device_of(q):
         quantize(*map(readable, (q, k, v)), policy=mix, v_scale_form=V_SCALE_FORM, **buffers)
         forward(
@@ -72,31 +65,27 @@ def _launch(
             buffers["v_scale"],
             out,
             lse,
-            scale=default_scale(q, scale),
+            scale=default_scale(q, x.scale),
             is_causal=is_causal,
             policy=mix,
             config=config,
         )
 
 
-def fwd_cuda(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, policy: str
-) -> tuple[Tensor, ...]:
+def fwd_cuda(*inputs: Any) -> tuple[Tensor, ...]:
     """``attn_fwd`` by the kernels."""
-    outputs = fwd_fake(q, k, v, scale, is_causal, policy)
+    outputs = fwd_fake(*inputs)
     out, lse, q_codes, k_codes, q_scale, k_scale, _, k_mean = outputs
     given = dict(zip(_CODES, (q_codes, q_scale, k_codes, k_scale, k_mean), strict=True))
-    _launch(q, k, v, scale, is_causal, policy, out, lse, given)
+    _launch(Forward(*inputs), out, lse, given)
     return outputs
 
 
-def infer_cuda(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, policy: str
-) -> Tensors3:
+def infer_cuda(*inputs: Any) -> Tensors3:
     """``attn_infer`` by the kernels."""
-    outputs = infer_fake(q, k, v, scale, is_causal, policy)
+    outputs = infer_fake(*inputs)
     out, lse, k_mean = outputs
-    _launch(q, k, v, scale, is_causal, policy, out, lse, {"k_mean": k_mean})
+    _launch(Forward(*inputs), out, lse, {"k_mean": k_mean})
     return outputs
 
 
@@ -106,24 +95,23 @@ def backward_cuda(*inputs: Any) -> Tensors3:
     from sage_cute.tune.select import tile_config_of
 
     outputs = backward_fake(*inputs)
-    dout, dlse, _, _, v, out, lse, q_codes, k_codes, q_scale, k_scale, _, _, *static = inputs
-    scale, is_causal, policy = static
-    with _on_device_of(v):
+    x = Backward(*inputs)
+    with _on_device_of(x.v):
         backward(
-            dout.to(out.dtype),
-            None if dlse is None else dlse.float(),
-            v,
-            out,
-            lse,
-            q_codes,
-            k_codes,
-            q_scale,
-            k_scale,
+            x.dout.to(x.out.dtype),
+            None if x.dlse is None else x.dlse.float(),
+            x.v,
+            x.out,
+            x.lse,
+            x.q_codes,
+            x.k_codes,
+            x.q_scale,
+            x.k_scale,
             *outputs,
-            scale=default_scale(out, scale),
-            is_causal=is_causal,
-            policy=resolve(policy),
-            config=tile_config_of("bwd", policy, out, v, is_causal),
+            scale=default_scale(x.out, x.scale),
+            is_causal=x.is_causal,
+            policy=resolve(x.policy),
+            config=tile_config_of("bwd", x.policy, x.out, x.v, x.is_causal),
         )
     return outputs
 

@@ -1,8 +1,8 @@
 """FLOP formulas for FlopCounterMode, and through it for ``activation_memory_budget``.
 
 Counted are multiplications and additions of the products over the keys that a query sees (causal:
-about half): 2 products forward, 5 backward. Without a formula the partitioner would take the op to
-be free to recompute.
+about half; padded keys count, lengths are data): 2 products forward, 5 backward. Without a formula
+the partitioner would take the op to be free to recompute.
 """
 
 from __future__ import annotations
@@ -12,28 +12,45 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from sage_cute.compile_integration.ops import Backward, Forward
+
 Shape = tuple[int, ...]
 
 
-def visible_pairs(seqlen_q: int, seqlen_k: int, is_causal: bool) -> int:
-    """Pairs of a query and a key that it sees, bottom-right causal or all."""
-    if not is_causal:
-        return seqlen_q * seqlen_k
-    rows = min(seqlen_q, seqlen_k)  # rows that see a key: the last one sees all, the one before...
-    return rows * seqlen_k - rows * (rows - 1) // 2
+def visible_pairs(
+    seqlen_q: int, seqlen_k: int, is_causal: bool, left: int = -1, right: int = -1
+) -> int:
+    """Pairs of a query and a key that it sees, bottom-right; a window of -1 is without end."""
+
+    def up_to(reach: int) -> int:
+        """Pairs of query i and key j with j <= i + reach: sums of 0 <= i + reach + 1 <= keys."""
+        return _staircase(seqlen_q + reach, seqlen_k) - _staircase(reach, seqlen_k)
+
+    offset = seqlen_k - seqlen_q
+    right = 0 if is_causal else right
+    pairs = up_to(offset + right) if right >= 0 else seqlen_q * seqlen_k
+    return pairs - (up_to(offset - left - 1) if left >= 0 else 0)
 
 
-def _flops(q: Shape, k: Shape, products: int, is_causal: bool) -> int:
-    return 2 * products * q[0] * q[1] * q[3] * visible_pairs(q[2], k[2], is_causal)
+def _staircase(n: int, height: int) -> int:
+    """min(1, height) + min(2, height) + ... up to min(n, height)."""
+    low = max(0, min(n, height))
+    return low * (low + 1) // 2 + max(0, n - height) * height
 
 
-def _forward(q: Shape, k: Shape, v: Shape, scale: Any, is_causal: bool, *_: Any, **__: Any) -> int:
-    return _flops(q, k, 2, is_causal)
+def _flops(q: Shape, k: Shape, products: int, is_causal: bool, left: int, right: int) -> int:
+    pairs = visible_pairs(q[2], k[2], is_causal, left, right)
+    return 2 * products * q[0] * q[1] * q[3] * pairs
 
 
-def _backward(*shapes_and_static: Any, **_: Any) -> int:
-    v, out, is_causal = shapes_and_static[4], shapes_and_static[5], shapes_and_static[-2]
-    return _flops(out, v, 5, is_causal)
+def _forward(*arguments: Any, **_: Any) -> int:
+    x = Forward(*arguments)
+    return _flops(x.q, x.k, 2, x.is_causal, x.window_left, x.window_right)
+
+
+def _backward(*arguments: Any, **_: Any) -> int:
+    x = Backward(*arguments)
+    return _flops(x.out, x.v, 5, x.is_causal, x.window_left, x.window_right)
 
 
 register_flop_formula([torch.ops.sage.attn_fwd, torch.ops.sage.attn_infer])(_forward)

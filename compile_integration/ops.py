@@ -6,14 +6,26 @@ and dtypes cannot differ between them. Bodies check, allocate and compute, and n
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from sage_cute.compile_integration.schema import LIB, NAMESPACE
 from sage_cute.errors import ShapeError
-from sage_cute.numerics import Saved, sage_backward, sage_forward, saved_shapes
-from sage_cute.policies import Policy, resolve
-from sage_cute.support import check_backward, check_forward, check_inputs
+from sage_cute.numerics import SageForward, Saved, sage_backward, sage_forward, saved_shapes
+from sage_cute.numerics.visibility import Window
+from sage_cute.policies import resolve
+from sage_cute.support import (
+    check_backward,
+    check_forward,
+    check_inputs,
+    check_k_mean,
+    check_key_length_values,
+    check_key_lengths,
+    check_window,
+    extras,
+)
 
 Tensors3 = tuple[Tensor, Tensor, Tensor]
 
@@ -21,6 +33,106 @@ Tensors3 = tuple[Tensor, Tensor, Tensor]
 def default_scale(q: Tensor, scale: float | None) -> float:
     """The softmax scale, head_dim ** -0.5 unless given: None costs no recompile, a float one."""
     return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _window(left: int, right: int) -> Window:
+    return (None if left == -1 else left), (None if right == -1 else right)
+
+
+class Forward(NamedTuple):
+    """The arguments of ``attn_fwd`` and ``attn_infer``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None
+    is_causal: bool
+    policy: str
+    key_lengths: Tensor | None = None
+    window_left: int = -1
+    window_right: int = -1
+    k_mean: Tensor | None = None
+
+    @property
+    def window(self) -> Window:
+        """Keys before and after its own that a query sees; None: all."""
+        return _window(self.window_left, self.window_right)
+
+    def check(self) -> None:
+        """Raises what is wrong with the arguments, or is not implemented on their device."""
+        check_inputs(self.q, self.k, self.v, self.scale)
+        window = self.window_left, self.window_right
+        check_window(*window)
+        check_key_lengths(self.key_lengths, self.k)
+        check_k_mean(self.k_mean, self.k, self.policy)
+        more = extras(*window, key_lengths=self.key_lengths, k_mean=self.k_mean)
+        check_forward(self.q, self.is_causal, self.policy, more)
+
+    def compute(self) -> SageForward:
+        """The reference numerics."""
+        check_key_length_values(self.key_lengths, self.k)
+        return sage_forward(
+            self.q,
+            self.k,
+            self.v,
+            scale=default_scale(self.q, self.scale),
+            causal=self.is_causal,
+            policy=resolve(self.policy),
+            window=self.window,
+            key_lengths=self.key_lengths,
+            k_mean=self.k_mean,
+        )
+
+
+class Backward(NamedTuple):
+    """The arguments of ``attn_backward``."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    q_codes: Tensor
+    k_codes: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    q_mean: Tensor
+    k_mean: Tensor
+    scale: float | None
+    is_causal: bool
+    policy: str
+    key_lengths: Tensor | None = None
+    window_left: int = -1
+    window_right: int = -1
+
+    @property
+    def window(self) -> Window:
+        """Keys before and after its own that a query sees; None: all."""
+        return _window(self.window_left, self.window_right)
+
+    def check(self) -> None:
+        """Raises what is wrong with the arguments, or is not implemented on their device."""
+        more = extras(self.window_left, self.window_right, key_lengths=self.key_lengths)
+        check_backward(self.v, self.is_causal, self.policy, more)
+        check_gradient(self.dout, self.out, self.q, self.k, self.policy)
+
+
+def check_gradient(
+    dout: Tensor, out: Tensor, q: Tensor | None, k: Tensor | None, policy: str
+) -> None:
+    """Raises if a backward lacks something, or its dout is not the gradient of out."""
+    if dout.shape != out.shape:
+        raise ShapeError(
+            f"sage.attn_backward: dout {tuple(dout.shape)} must have the shape of out "
+            f"{tuple(out.shape)}"
+        )
+    mix = resolve(policy)
+    if (q is None and not mix.saves_q_codes) or (k is None and not mix.saves_k_codes):
+        raise ShapeError(
+            f"sage.attn_backward: policy {policy!r} does not save codes of q and k: pass q and k"
+        )
 
 
 def _dense_like(x: Tensor) -> Tensor:
@@ -34,146 +146,87 @@ def _dense_like(x: Tensor) -> Tensor:
     return x.new_empty_strided((b, h, s, d), strides)
 
 
-def _alloc_fwd(q: Tensor, k: Tensor, policy: Policy) -> tuple[Tensor, ...]:
-    shapes = saved_shapes(q.shape, k.shape, policy)
-    return (
-        _dense_like(q),
-        q.new_empty(q.shape[:3], dtype=torch.float32),
-        q.new_empty(shapes["q_codes"], dtype=torch.int8),
-        q.new_empty(shapes["k_codes"], dtype=torch.int8),
-        q.new_empty(shapes["q_scale"], dtype=torch.float32),
-        q.new_empty(shapes["k_scale"], dtype=torch.float32),
-        q.new_empty(shapes["q_mean"], dtype=torch.float32),
-        q.new_empty(shapes["k_mean"], dtype=torch.float32),
+def new_saved(q: Tensor, shapes: dict[str, tuple[int, ...]]) -> Saved:
+    """Tensors to save, not filled."""
+    return Saved(
+        **{
+            name: q.new_empty(shape, dtype=torch.int8 if "codes" in name else torch.float32)
+            for name, shape in shapes.items()
+        }
     )
 
 
-def _alloc_infer(q: Tensor, k: Tensor, policy: Policy) -> Tensors3:
-    head_dim = k.shape[3] if policy.smooth_k else 0
-    return (
-        _dense_like(q),
-        q.new_empty(q.shape[:3], dtype=torch.float32),
-        q.new_empty((*k.shape[:2], head_dim), dtype=torch.float32),
-    )
-
-
-def _alloc_backward(out: Tensor, v: Tensor) -> Tensors3:
-    return _dense_like(out), _dense_like(v), _dense_like(v)
-
-
-def _fill(outputs: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+def fill(outputs: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+    """Copies values into outputs."""
     for output, value in zip(outputs, values, strict=True):
         output.copy_(value)
 
 
-def fwd_fake(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, policy: str
-) -> tuple[Tensor, ...]:
+def fwd_fake(*inputs: Any) -> tuple[Tensor, ...]:
     """Outputs of ``attn_fwd``, not computed."""
-    check_inputs(q, k, v, scale)
-    check_forward(q, is_causal, policy)
-    return _alloc_fwd(q, k, resolve(policy))
+    x = Forward(*inputs)
+    x.check()
+    q, k = x.q, x.k
+    saved = new_saved(q, saved_shapes(q.shape, k.shape, resolve(x.policy)))
+    return _dense_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), *saved
 
 
-def infer_fake(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, policy: str
-) -> Tensors3:
+def infer_fake(*inputs: Any) -> Tensors3:
     """Outputs of ``attn_infer``, not computed."""
-    check_inputs(q, k, v, scale)
-    check_forward(q, is_causal, policy)
-    return _alloc_infer(q, k, resolve(policy))
-
-
-def backward_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_codes: Tensor,
-    k_codes: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    q_mean: Tensor,
-    k_mean: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    policy: str,
-) -> Tensors3:
-    """Outputs of ``attn_backward``, not computed."""
-    check_backward(v, is_causal, policy)
-    if dout.shape != out.shape:
-        raise ShapeError(
-            f"sage.attn_backward: dout {tuple(dout.shape)} must have the shape of out "
-            f"{tuple(out.shape)}"
-        )
-    mix = resolve(policy)
-    if (q is None and not mix.saves_q_codes) or (k is None and not mix.saves_k_codes):
-        raise ShapeError(
-            f"sage.attn_backward: policy {policy!r} does not save codes of q and k: pass q and k"
-        )
-    return _alloc_backward(out, v)
-
-
-def fwd_cpu(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, policy: str
-) -> tuple[Tensor, ...]:
-    """``attn_fwd`` by the reference numerics."""
-    outputs = fwd_fake(q, k, v, scale, is_causal, policy)
-    scale, mix = default_scale(q, scale), resolve(policy)
-    out, lse, saved = sage_forward(q, k, v, scale=scale, causal=is_causal, policy=mix)
-    _fill(outputs, (out, lse, *saved))
-    return outputs
-
-
-def infer_cpu(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, policy: str
-) -> Tensors3:
-    """``attn_infer`` by the reference numerics."""
-    outputs = infer_fake(q, k, v, scale, is_causal, policy)
-    scale, mix = default_scale(q, scale), resolve(policy)
-    out, lse, saved = sage_forward(q, k, v, scale=scale, causal=is_causal, policy=mix)
-    _fill(outputs, (out, lse, saved.k_mean))
-    return outputs
-
-
-def backward_cpu(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_codes: Tensor,
-    k_codes: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    q_mean: Tensor,
-    k_mean: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    policy: str,
-) -> Tensors3:
-    """``attn_backward`` by the reference numerics."""
-    saved = Saved(q_codes, k_codes, q_scale, k_scale, q_mean, k_mean)
-    outputs = backward_fake(dout, dlse, q, k, v, out, lse, *saved, scale, is_causal, policy)
-    grads = sage_backward(
-        dout,
-        dlse,
-        out if q is None else q,
-        v if k is None else k,
-        v,
-        out,
-        lse,
-        saved,
-        scale=default_scale(out, scale),
-        causal=is_causal,
-        policy=resolve(policy),
+    x = Forward(*inputs)
+    x.check()
+    q, k = x.q, x.k
+    k_mean = saved_shapes(q.shape, k.shape, resolve(x.policy))["k_mean"]
+    return (
+        _dense_like(q),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+        q.new_empty(k_mean, dtype=torch.float32),
     )
-    _fill(outputs, grads)
+
+
+def backward_fake(*inputs: Any) -> Tensors3:
+    """Outputs of ``attn_backward``, not computed."""
+    x = Backward(*inputs)
+    x.check()
+    return _dense_like(x.out), _dense_like(x.v), _dense_like(x.v)
+
+
+def fwd_cpu(*inputs: Any) -> tuple[Tensor, ...]:
+    """``attn_fwd`` by the reference numerics."""
+    outputs = fwd_fake(*inputs)
+    out, lse, saved = Forward(*inputs).compute()
+    fill(outputs, (out, lse, *saved))
+    return outputs
+
+
+def infer_cpu(*inputs: Any) -> Tensors3:
+    """``attn_infer`` by the reference numerics."""
+    outputs = infer_fake(*inputs)
+    out, lse, saved = Forward(*inputs).compute()
+    fill(outputs, (out, lse, saved.k_mean))
+    return outputs
+
+
+def backward_cpu(*inputs: Any) -> Tensors3:
+    """``attn_backward`` by the reference numerics."""
+    outputs = backward_fake(*inputs)
+    x = Backward(*inputs)
+    grads = sage_backward(
+        x.dout,
+        x.dlse,
+        x.out if x.q is None else x.q,
+        x.v if x.k is None else x.k,
+        x.v,
+        x.out,
+        x.lse,
+        Saved(x.q_codes, x.k_codes, x.q_scale, x.k_scale, x.q_mean, x.k_mean),
+        scale=default_scale(x.out, x.scale),
+        causal=x.is_causal,
+        policy=resolve(x.policy),
+        window=x.window,
+        key_lengths=x.key_lengths,
+    )
+    fill(outputs, grads)
     return outputs
 
 

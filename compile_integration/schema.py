@@ -2,7 +2,8 @@
 
 ``sage::attn`` and ``sage::attn_with_lse`` are what users call. They are composites: a graph holds
 ``attn_fwd`` + ``attn_backward`` where gradients are needed and ``attn_infer`` elsewhere. Tensors
-are positional (DTensor takes no others) and everything static is a plain argument.
+are positional (DTensor takes no others) and everything static is a plain argument; -1 is a window
+without end.
 """
 
 from __future__ import annotations
@@ -14,26 +15,30 @@ LIB = torch.library.Library(NAMESPACE, "FRAGMENT")  # deregisters everything whe
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 _PUBLIC = (
-    "(Tensor q, Tensor k, Tensor v, *, bool is_causal=False, float? scale=None, "
+    "(Tensor q, Tensor k, Tensor v, Tensor? key_lengths=None, Tensor? k_mean=None, *, "
+    "bool is_causal=False, int window_left=-1, int window_right=-1, float? scale=None, "
     'str policy="default")'
 )
-_KERNEL = "(Tensor q, Tensor k, Tensor v, float? scale, bool is_causal, str policy)"
+# What the backward gets too: the forward's arguments but for k_mean, which is among its outputs.
+_STATIC = (
+    "float? scale, bool is_causal, str policy, Tensor? key_lengths=None, int window_left=-1, "
+    "int window_right=-1"
+)
+_KERNEL = f"(Tensor q, Tensor k, Tensor v, {_STATIC}, Tensor? k_mean=None)"
+_SAVED = (
+    "Tensor q_codes, Tensor k_codes, Tensor q_scale, Tensor k_scale, Tensor q_mean, Tensor k_mean"
+)
+# q and k only for policies that do not save their codes.
+_GIVEN = (
+    f"Tensor dout, Tensor? dlse, Tensor? q, Tensor? k, Tensor v, Tensor out, Tensor lse, {_SAVED}"
+)
 SCHEMAS = {
     "attn": f"{_PUBLIC} -> Tensor",
     "attn_with_lse": f"{_PUBLIC} -> (Tensor out, Tensor lse)",
     # lse is that of the smoothed K: k_mean holds what is missing to the original K's.
     "attn_infer": f"{_KERNEL} -> (Tensor out, Tensor lse, Tensor k_mean)",
-    "attn_fwd": (
-        f"{_KERNEL} -> (Tensor out, Tensor lse, Tensor q_codes, Tensor k_codes, Tensor q_scale, "
-        "Tensor k_scale, Tensor q_mean, Tensor k_mean)"
-    ),
-    # q and k only for policies that do not save their codes.
-    "attn_backward": (
-        "(Tensor dout, Tensor? dlse, Tensor? q, Tensor? k, Tensor v, Tensor out, Tensor lse, "
-        "Tensor q_codes, Tensor k_codes, Tensor q_scale, Tensor k_scale, Tensor q_mean, "
-        "Tensor k_mean, float? scale, bool is_causal, str policy) "
-        "-> (Tensor dq, Tensor dk, Tensor dv)"
-    ),
+    "attn_fwd": f"{_KERNEL} -> (Tensor out, Tensor lse, {_SAVED})",
+    "attn_backward": f"({_GIVEN}, {_STATIC}) -> (Tensor dq, Tensor dk, Tensor dv)",
 }
 for _name, _schema in SCHEMAS.items():
     LIB.define(_name + _schema, tags=TAGS)

@@ -20,9 +20,16 @@ def _placements(kv_heads: int, mesh_sizes: tuple[int, ...]) -> list[Any]:
     return [Replicate(), Shard(0), *([Shard(1)] if whole else [])]
 
 
-def _rule(outputs: int, tensors: tuple[Any, ...], statics: int, kv: Any) -> list[Any]:
+def _rule(outputs: int, arguments: tuple[Any, ...], kv: Any) -> list[Any]:
+    """By batch everything is split, by head everything but what has no heads: key lengths."""
+
+    def placement(x: Any, p: Any) -> Any:
+        if not hasattr(x, "placements"):  # no tensor
+            return None
+        return Replicate() if len(x.shape) == 1 and p == Shard(1) else p
+
     return [
-        ([p] * outputs, [None if t is None else p for t in tensors] + [None] * statics)
+        ([p] * outputs, [placement(x, p) for x in arguments])
         for p in _placements(kv.shape[1], tuple(kv.mesh.shape))
     ]
 
@@ -30,6 +37,6 @@ def _rule(outputs: int, tensors: tuple[Any, ...], statics: int, kv: Any) -> list
 @functools.cache
 def register_sharding_rules() -> None:
     """Registers the rules with torch.distributed.tensor, once."""
-    register_sharding(op("attn_fwd"))(lambda q, k, v, *rest: _rule(8, (q, k, v), len(rest), k))
-    register_sharding(op("attn_infer"))(lambda q, k, v, *rest: _rule(3, (q, k, v), len(rest), k))
-    register_sharding(op("attn_backward"))(lambda *args: _rule(3, args[:13], 3, args[4]))
+    register_sharding(op("attn_fwd"))(lambda *x: _rule(8, x, x[1]))
+    register_sharding(op("attn_infer"))(lambda *x: _rule(3, x, x[1]))
+    register_sharding(op("attn_backward"))(lambda *x: _rule(3, x, x[4]))

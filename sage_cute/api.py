@@ -5,10 +5,13 @@ from __future__ import annotations
 import numbers
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from sage_cute.compile_integration.schema import op
-from sage_cute.errors import DTypeError, ShapeError
+from sage_cute.errors import ArgumentError, DTypeError, ShapeError
+from sage_cute.limits import REFUSED
+from sage_cute.support import Window, window_sizes
 
 Layout = Literal["bhsd", "bshd"]
 _attn, _attn_with_lse = op("attn"), op("attn_with_lse")
@@ -21,6 +24,9 @@ def attention(
     v: Tensor,
     *,
     causal: bool = ...,
+    window: Window | None = ...,
+    key_lengths: Tensor | None = ...,
+    k_mean: Tensor | None = ...,
     scale: float | None = ...,
     policy: str = ...,
     return_lse: Literal[False] = ...,
@@ -33,6 +39,9 @@ def attention(
     v: Tensor,
     *,
     causal: bool = ...,
+    window: Window | None = ...,
+    key_lengths: Tensor | None = ...,
+    k_mean: Tensor | None = ...,
     scale: float | None = ...,
     policy: str = ...,
     return_lse: Literal[True],
@@ -44,35 +53,53 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
+    window: Window | None = None,
+    key_lengths: Tensor | None = None,
+    k_mean: Tensor | None = None,
     scale: float | None = None,
     policy: str = "default",
     return_lse: bool = False,
     layout: Layout = "bhsd",
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v with INT8 products, differentiable in q, k, v and through the LSE.
 
-    With K smoothing (every preset) an output row depends, at the level of quantization noise, on
-    keys that a causal mask hides from it: through the mean of K. ``policy="fast:smooth_k=false"``
-    does without.
+    With K smoothing (every preset) the mean of K is subtracted from K first. It is over all keys,
+    so an output row depends, at the level of quantization noise, also on keys that a mask hides
+    from it. Training does not mind. A decoder that must give a prefix the same results with and
+    without what follows passes ``k_mean``, for example the mean of the prompt's keys: then, under a
+    causal mask, the first n tokens give the same out and LSE bit for bit whatever comes behind
+    them, if n is a multiple of 128.
 
     Args:
         q: (batch, heads, seqlen_q, head_dim), float16, bfloat16 or float32; any strides.
         k: (batch, kv_heads, seqlen_k, head_dim); heads is a multiple of kv_heads (GQA, MQA).
         v: like k.
-        causal: query i sees key j iff j <= i + seqlen_k - seqlen_q (bottom-right). A query that
-            sees no key gets out = 0 and lse = -inf.
+        causal: query i sees key j iff j <= p with p = i + seqlen_k - seqlen_q (bottom-right). A
+            query that sees no key gets out = 0 and lse = -inf.
+        window: (left, right), each 0 or more, or None for no limit: query i sees key j iff
+            p - left <= j <= p + right. With ``causal`` the right side is 0.
+        key_lengths: (batch,) int32 or int64, 0 to seqlen_k: keys from there on are padding. They
+            contribute to nothing, whatever they hold, and have dk = dv = 0; the diagonal stays that
+            of seqlen_k. Not read on the host for CUDA tensors, so a length beyond seqlen_k is an
+            error on the CPU only.
+        k_mean: (batch, kv_heads, head_dim), any floating dtype, used as float32: what K smoothing
+            subtracts; None: the mean over the keys that are there. Results do not depend on it but
+            for rounding, so it has no gradient.
         scale: softmax scale; None: head_dim ** -0.5. 0 is valid, and so are negative scales.
         policy: which products are INT8, and how: a name of :func:`sage_cute.policies`, optionally
             with changes, ``"fast:dp=16bit,smooth_k=false"``.
         return_lse: also return the LSE.
         layout: ``"bhsd"`` as above, or ``"bshd"``: q, k, v and out are (batch, seqlen, heads,
             head_dim).
+        **unknown: other keywords are refused, with what to use instead.
 
     Returns:
         out, in q's shape and dtype; with ``return_lse`` also the log-sum-exp of the scaled scores
         (natural logarithm, float32, (batch, heads, seqlen_q) in either layout).
 
     Raises:
+        ArgumentError: (a TypeError) an unknown keyword, such as attn_mask.
         DTypeError: (a TypeError) dtypes differ or are not supported.
         ShapeError: (a ValueError) shapes do not fit together.
         UnsupportedError: (a ValueError) no implementation for this device or head_dim.
@@ -86,11 +113,41 @@ def attention(
         q, k, v = (_swap_heads(x) for x in (q, k, v))
     elif layout != "bhsd":
         raise ShapeError(f"layout {layout!r}: 'bhsd' or 'bshd'")
-    if not return_lse:
-        out: Tensor = _attn(q, k, v, is_causal=causal, scale=scale, policy=policy)
-        return out if layout == "bhsd" else out.transpose(1, 2)
-    out, lse = _attn_with_lse(q, k, v, is_causal=causal, scale=scale, policy=policy)
-    return (out if layout == "bhsd" else out.transpose(1, 2)), lse
+    if unknown:
+        raise _unknown(*unknown)
+    left, right = window_sizes(window)
+    function = _attn_with_lse if return_lse else _attn
+    result = function(
+        q,
+        k,
+        v,
+        key_lengths,
+        k_mean,
+        is_causal=causal,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        policy=policy,
+    )
+    if layout == "bhsd":
+        return result  # type: ignore[no-any-return]
+    if return_lse:
+        return result[0].transpose(1, 2), result[1]
+    return result.transpose(1, 2)  # type: ignore[no-any-return]
+
+
+_INSTEAD = {
+    **dict.fromkeys(("attn_mask", "mask", "key_padding_mask"), REFUSED["attn_mask"]),
+    "dropout_p": REFUSED["dropout"],
+    "is_causal": "a causal mask aligned top-left: causal=True is aligned bottom-right",
+    "enable_gqa": "the keyword alone: k and v may always have fewer heads than q",
+}
+
+
+def _unknown(name: str, *_: str) -> ArgumentError:
+    known = "causal, window, key_lengths, k_mean, scale, policy, return_lse and layout"
+    instead = f"not supported: {_INSTEAD[name]}" if name in _INSTEAD else f"it takes {known}"
+    return ArgumentError(f"sage_cute.attention: unknown keyword {name}; {instead}")
 
 
 def _swap_heads(x: Tensor) -> Tensor:
@@ -105,6 +162,11 @@ def _as_float(scale: object) -> float:
     """A number of any library as a float; 0-d CPU tensors count, CUDA ones would synchronize."""
     if isinstance(scale, numbers.Real):
         return float(scale)
-    if isinstance(scale, Tensor) and scale.dim() == 0 and scale.device.type == "cpu":
-        return float(scale)
+    if isinstance(scale, Tensor):
+        if scale.requires_grad:
+            raise DTypeError("scale is not differentiable: pass scale.item(), or scale q instead")
+        if torch.compiler.is_compiling():
+            raise DTypeError("scale is a tensor: inside torch.compile pass a number, or scale q")
+        if scale.dim() == 0 and scale.device.type == "cpu":
+            return float(scale)
     raise DTypeError(f"scale must be a number, got {type(scale).__name__}; pass float(scale)")

@@ -9,6 +9,10 @@ class DTypeError(TypeError):
     """Tensors have a dtype, or a mix of dtypes, that attention does not take."""
 
 
+class ArgumentError(TypeError):
+    """A keyword that attention does not have."""
+
+
 class ShapeError(ValueError):
     """Shapes of q, k and v do not fit together."""
 

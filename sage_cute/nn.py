@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from sage_cute.api import Layout, attention
+from sage_cute.errors import ShapeError
 from sage_cute.policies import resolve
+from sage_cute.support import Window, window_sizes
 
 
 class SageAttention(torch.nn.Module):
@@ -22,6 +24,7 @@ class SageAttention(torch.nn.Module):
         head_dim: size of a head.
         qk_norm: normalize q and k first.
         causal: bottom-right causal mask.
+        window: (left, right), the keys that a query sees on each side of its own; None: all.
         scale: softmax scale; None: head_dim ** -0.5.
         policy: see :func:`sage_cute.attention`.
         layout: ``"bhsd"`` or ``"bshd"``, of q, k, v and the result.
@@ -29,6 +32,7 @@ class SageAttention(torch.nn.Module):
 
     Raises:
         PolicyError: unknown policy.
+        ShapeError: a window that is none.
     """
 
     def __init__(
@@ -37,14 +41,17 @@ class SageAttention(torch.nn.Module):
         *,
         qk_norm: bool = False,
         causal: bool = False,
+        window: Window | None = None,
         scale: float | None = None,
         policy: str = "default",
         layout: Layout = "bhsd",
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        resolve(policy)  # an unknown name fails here rather than in the first step
-        self.head_dim, self.causal, self.scale = head_dim, causal, scale
+        # What is wrong fails here rather than in the first step.
+        resolve(policy)
+        window_sizes(window)
+        self.head_dim, self.causal, self.window, self.scale = head_dim, causal, window, scale
         self.policy, self.layout = policy, layout
         self.q_norm = torch.nn.RMSNorm(head_dim, eps=eps) if qk_norm else torch.nn.Identity()
         self.k_norm = torch.nn.RMSNorm(head_dim, eps=eps) if qk_norm else torch.nn.Identity()
@@ -56,6 +63,8 @@ class SageAttention(torch.nn.Module):
         v: Tensor,
         *,
         rotary: Callable[[Tensor], Tensor] | None = None,
+        key_lengths: Tensor | None = None,
+        k_mean: Tensor | None = None,
     ) -> Tensor:
         """Attention of q over k and v, in the shapes of :func:`sage_cute.attention`.
 
@@ -65,18 +74,28 @@ class SageAttention(torch.nn.Module):
             v: like k.
             rotary: applied to q and to k between QK-norm and attention, where a rotary position
                 embedding belongs.
+            key_lengths: (batch,), the keys that are there; None: all.
+            k_mean: (batch, kv_heads, head_dim), subtracted from the keys as attention gets them;
+                None: their mean.
         """
-        q, k = self.q_norm(q), self.k_norm(k)
+        if q.shape[-1] != self.head_dim:
+            raise ShapeError(
+                f"SageAttention: q has head_dim {q.shape[-1]}, the module was made for "
+                f"{self.head_dim}"
+            )
+        normed_q, normed_k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
-            q, k = rotary(q), rotary(k)
-        # Under autocast a norm may return float32: one dtype again for the op.
-        if q.dtype != v.dtype or k.dtype != v.dtype:
-            q, k = q.to(v.dtype), k.to(v.dtype)
+            normed_q, normed_k = rotary(normed_q), rotary(normed_k)
+        # Norms and embeddings may return float32: what they were given decides the dtype.
+        q, k = normed_q.to(q.dtype), normed_k.to(k.dtype)
         return attention(
             q,
             k,
             v,
             causal=self.causal,
+            window=self.window,
+            key_lengths=key_lengths,
+            k_mean=k_mean,
             scale=self.scale,
             policy=self.policy,
             layout=self.layout,
@@ -84,4 +103,5 @@ class SageAttention(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """What ``print`` shows of the module."""
-        return f"head_dim={self.head_dim}, causal={self.causal}, policy={self.policy!r}"
+        window = "" if self.window is None else f", window={self.window}"
+        return f"head_dim={self.head_dim}, causal={self.causal}{window}, policy={self.policy!r}"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sage_cute.api import attention
 from sage_cute.numerics import attention_reference, attention_reference_backward, rel_l2
+from sage_cute.numerics.visibility import EVERYTHING, Window
 from sage_cute.policies import PRODUCTS
 
 TENSORS = ("out", "dv", "dq", "dk")
@@ -50,6 +51,9 @@ def run_attention(
     *,
     policy: str = "default",
     causal: bool = False,
+    window: Window = EVERYTHING,
+    key_lengths: Tensor | None = None,
+    k_mean: Tensor | None = None,
     scale: float | None = None,
     dlse: Tensor | None = None,
 ) -> Result:
@@ -59,23 +63,53 @@ def run_attention(
         x: inputs; left untouched, without gradients.
         policy: policy string.
         causal: bottom-right causal mask.
+        window: (left, right) of :func:`sage_cute.attention`.
+        key_lengths: (batch,), the keys that are there; None: all.
+        k_mean: (batch, kv_heads, head_dim), what K smoothing subtracts; None: the mean of k.
         scale: softmax scale; None: head_dim ** -0.5.
         dlse: (batch, heads, seqlen_q), the gradient of the LSE, or None.
     """
     q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
-    out, lse = attention(q, k, v, causal=causal, scale=scale, policy=policy, return_lse=True)
+    out, lse = attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        key_lengths=key_lengths,
+        k_mean=k_mean,
+        scale=scale,
+        policy=policy,
+        return_lse=True,
+    )
     outputs, grads = ([out], [x.dout]) if dlse is None else ([out, lse], [x.dout, dlse])
     dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
     return Result(out.detach(), lse.detach(), dq, dk, dv)
 
 
 def run_reference(
-    x: Inputs, *, causal: bool = False, scale: float | None = None, dlse: Tensor | None = None
+    x: Inputs,
+    *,
+    causal: bool = False,
+    window: Window = EVERYTHING,
+    key_lengths: Tensor | None = None,
+    scale: float | None = None,
+    dlse: Tensor | None = None,
 ) -> Result:
     """The truth for the same inputs, float64."""
-    forward = attention_reference(x.q, x.k, x.v, scale=scale, causal=causal)
+    forward = attention_reference(
+        x.q, x.k, x.v, scale=scale, causal=causal, window=window, key_lengths=key_lengths
+    )
     grads, _ = attention_reference_backward(
-        x.dout, x.q, x.k, x.v, dlse=dlse, scale=scale, causal=causal
+        x.dout,
+        x.q,
+        x.k,
+        x.v,
+        dlse=dlse,
+        scale=scale,
+        causal=causal,
+        window=window,
+        key_lengths=key_lengths,
     )
     return Result(*forward, *grads)
 

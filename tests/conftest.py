@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench, emulator
 
 # Caches of an earlier version of the ops must not answer for this one.
 _CACHE = tempfile.TemporaryDirectory(prefix="sage-cute-inductor-", ignore_cleanup_errors=True)
@@ -17,14 +22,37 @@ for _name in ("SAGE_CUTE_KERNELS", "SAGE_CUTE_TUNE", "SAGE_CUTE_TRACE"):
     os.environ.pop(_name, None)
 
 
+HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Without a GPU, gpu tests that are not marked ``emulated`` run on the emulator on demand."""
+    parser.addoption("--emulate", action="store_true", help="run gpu tests on the emulator")
+
+
+def _emulated(item: pytest.Item) -> bool:
+    wanted = "emulated" in item.keywords or item.config.getoption("--emulate")
+    return "gpu" in item.keywords and not HAS_GPU and wanted
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs a GPU where there is none, and says so."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU with compute capability 9.0 (sm_90a)")
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not HAS_GPU and not _emulated(item):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Stands in for the GPU in tests that run on the emulator."""
+    if not _emulated(request.node):
+        yield
+        return
+    import emulator
+
+    with emulator.emulated_gpu(), emulator.seeded(1):
+        yield
 
 
 @pytest.fixture(autouse=True)

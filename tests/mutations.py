@@ -30,11 +30,13 @@ TESTS = (
     "tests/core/numerics/test_reference.py",
     "tests/core/numerics/test_extremes.py",
     "tests/core/numerics/test_shapes.py",
+    "tests/core/numerics/test_masks.py",
     "tests/core/numerics/test_invariants.py",
     "tests/core/numerics/test_accuracy.py",
     "tests/core/numerics/test_emulation.py",
 )
 FORWARD, BACKWARD = "sage_cute/numerics/forward.py", "sage_cute/numerics/backward.py"
+VISIBILITY = "sage_cute/numerics/visibility.py"
 QUANTIZE, REFERENCE = "sage_cute/numerics/quantize.py", "sage_cute/numerics/reference.py"
 AUTOGRAD = "compile_integration/autograd.py"
 POLICY, REGISTRY = "sage_cute/policies/policy.py", "sage_cute/policies/registry.py"
@@ -76,15 +78,15 @@ MUTATIONS = (
     # The forward.
     Mutation(
         "causal mask off by one",
-        FORWARD,
-        "torch.arange(keys.start, keys.stop) <= queries + offset",
-        "torch.arange(keys.start, keys.stop) < queries + offset",
+        VISIBILITY,
+        "mask &= distance <= self.right",
+        "mask &= distance < self.right",
     ),
     Mutation(
         "causal mask aligned top-left",
-        FORWARD,
-        "offset = self.seqlen_k - self.seqlen_q",
-        "offset = 0",
+        VISIBILITY,
+        "return cls(seqlen_q, seqlen_k, seqlen_k - seqlen_q, left,",
+        "return cls(seqlen_q, seqlen_k, 0, left,",
     ),
     Mutation("P's scale dropped", FORWARD, "pv *= p_scale * grow", "pv *= grow"),
     Mutation("V's token scale not folded into P", FORWARD, "p = p * per_key.mT", "p = p * 1.0"),
@@ -104,11 +106,14 @@ MUTATIONS = (
     Mutation(
         "Q's mean not put back into S",
         FORWARD,
-        "s += token_rows(bias, self.block, self.seqlen_q)[..., first:, :]",
-        "s += 0 * token_rows(bias, self.block, self.seqlen_q)[..., first:, :]",
+        "s += token_rows(bias, self.block, self.seqlen_q)[..., queries, :]",
+        "pass",
     ),
     Mutation(
-        "LSE in log2", FORWARD, "(row_max + row_sum.log2()) / LOG2_E", "row_max + row_sum.log2()"
+        "LSE in log2",
+        FORWARD,
+        "(row_max + alike(Tensor.log2_, row_sum)) / LOG2_E",
+        "(row_max + alike(Tensor.log2_, row_sum))",
     ),
     Mutation(
         "rows without keys not zeroed",
@@ -136,17 +141,19 @@ MUTATIONS = (
     ),
     Mutation(
         "bound of P in a block that is not full",
-        FORWARD,
+        VISIBILITY,
         "if keys.stop - keys.start < block:",
-        "if keys.stop - keys.start < 1:",
+        "if keys.stop == keys.start:",
     ),
     Mutation(
         "bound of P of queries that see half of a block",
-        FORWARD,
-        "seeing = max(0, keys.stop - 1 - (seqlen_k - seqlen_q))",
-        "seeing = max(0, keys.stop - 1 - block // 2 - (seqlen_k - seqlen_q))",
+        VISIBILITY,
+        "rows = unending.seeing_all(keys)",
+        "rows = unending.seeing(keys)",
     ),
-    Mutation("bound of P for groups of 32 queries", FORWARD, "QUERY_TILE = 64", "QUERY_TILE = 32"),
+    Mutation(
+        "bound of P for groups of 32 queries", VISIBILITY, "QUERY_TILE = 64", "QUERY_TILE = 32"
+    ),
     Mutation(
         "bound of P under a negative softmax scale",
         FORWARD,
@@ -156,15 +163,15 @@ MUTATIONS = (
     Mutation(
         "scores times one scale after the other",
         FORWARD,
-        "s.mul_(self.q_scale[..., first:, :] * self.k_scale[..., keys])",
-        "s.mul_(self.q_scale[..., first:, :]).mul_(self.k_scale[..., keys])",
+        "s.mul_(self.q_scale[..., queries, :] * self.k_scale[..., keys])",
+        "s.mul_(self.q_scale[..., queries, :]).mul_(self.k_scale[..., keys])",
     ),
     # The backward.
     Mutation(
         "sign of delta",
         BACKWARD,
-        "ds = p * (dpj - delta[..., first:, :])",
-        "ds = p * (dpj + delta[..., first:, :])",
+        "ds = p * (dpj - delta[..., queries, :])",
+        "ds = p * (dpj + delta[..., queries, :])",
     ),
     Mutation(
         "exact dO in delta beside an INT8 dP",
@@ -187,34 +194,21 @@ MUTATIONS = (
     ),
     Mutation("dK without the softmax scale", BACKWARD, "(dk * scale).to(dtype)", "dk.to(dtype)"),
     Mutation(
-        "dK without the mean of Q",
-        BACKWARD,
-        "(ds_hat.mT @ q_mean[..., first:, :]).sum(2)",
-        "0 * (ds_hat.mT @ q_mean[..., first:, :]).sum(2)",
+        "dK without the mean of Q", BACKWARD, "(ds_hat.mT @ q_mean[..., queries, :]).sum(2)", "0"
     ),
-    Mutation(
-        "hidden keys not masked in P",
-        BACKWARD,
-        "p.masked_fill_(unseen, 0.0)",
-        "p.masked_fill_(unseen & False, 0.0)",
-    ),
-    Mutation(
-        "hidden keys not masked in dS",
-        BACKWARD,
-        "ds.masked_fill_(unseen, 0.0)",
-        "ds.masked_fill_(unseen & False, 0.0)",
-    ),
+    Mutation("hidden keys not masked in P", BACKWARD, "p.masked_fill_(~mask, 0.0)", "pass"),
+    Mutation("hidden keys not masked in dS", BACKWARD, "ds.masked_fill_(~mask, 0.0)", "pass"),
     Mutation(
         "query tiles that start at the mask",
         BACKWARD,
-        "first = seen_from // policy.bwd_block_q * policy.bwd_block_q",
-        "first = seen_from",
+        "sight.blocks(policy.bwd_block_k, policy.bwd_block_q)",
+        "sight.blocks(policy.bwd_block_k)",
     ),
     Mutation(
         "V's scale missing in an INT8 dP",
         BACKWARD,
-        "dp.mul_(self.a_scale[..., first:, :] * self.v_scale[..., keys])",
-        "dp.mul_(self.a_scale[..., first:, :])",
+        "dp.mul_(self.a_scale[..., queries, :] * self.v_scale[..., keys])",
+        "dp.mul_(self.a_scale[..., queries, :])",
     ),
     Mutation(
         "V's mean kept in delta, not in dP",
@@ -262,7 +256,7 @@ MUTATIONS = (
     Mutation(
         "bias of the LSE with the wrong head's mean",
         AUTOGRAD,
-        "means = k_mean.unsqueeze(2)",
+        "means = mean.unsqueeze(2)",
         "means = k_mean.flip(1).unsqueeze(2)",
     ),
     Mutation(
@@ -275,8 +269,8 @@ MUTATIONS = (
     Mutation(
         "truth: causal mask aligned top-left",
         REFERENCE,
-        "mask.tril(seqlen_k - seqlen_q)",
-        "mask.tril()",
+        "position = torch.arange(seqlen_q, device=device).unsqueeze(-1) + seqlen_k - seqlen_q",
+        "position = torch.arange(seqlen_q, device=device).unsqueeze(-1)",
     ),
     Mutation(
         "truth: sign of the LSE's gradient",
@@ -302,24 +296,74 @@ MUTATIONS = (
         "for k, v in policy.asdict().items() if v != base[k]]",
         'for k, v in policy.asdict().items() if v != base[k] and k != "smooth_v"]',
     ),
+    # Masks.
+    Mutation(
+        "left side of a window off by one",
+        VISIBILITY,
+        "mask &= distance >= -self.left",
+        "mask &= distance > -self.left",
+    ),
+    Mutation(
+        "blocks left of a window not visited",
+        VISIBILITY,
+        "stop = min(stop, last - self.offset + self.left + 1)",
+        "stop = min(stop, last - self.offset + self.left)",
+    ),
+    Mutation(
+        "bound of P of a group whose last query no longer sees the block",
+        VISIBILITY,
+        "stop = min(rows.stop // QUERY_TILE * QUERY_TILE, self.seqlen_q)",
+        "stop = min(rows.stop, self.seqlen_q)",
+    ),
+    Mutation(
+        "padding that moves the diagonal",
+        VISIBILITY,
+        "return self._replace(seqlen_k=length)",
+        "return self._replace(seqlen_k=length, offset=length - self.seqlen_q)",
+    ),
+    Mutation(
+        "a given mean of K not taken",
+        FORWARD,
+        "token_mean(k) if k_mean is None else k_mean.float()",
+        "token_mean(k)",
+    ),
+    Mutation(
+        "results that depend on where a thread's share ends",
+        FORWARD,
+        "if short := -flat.numel() % 64:",
+        "if short := 0:",
+    ),
 )
 
 
 OPS = "tests/compile_integration"
 MUTATIONS += (
     Mutation(
+        "ops: key lengths lost in the backward",
+        "compile_integration/ops.py",
+        "        key_lengths=x.key_lengths,\n",
+        "",
+        (f"{OPS}/test_masks.py",),
+    ),
+    Mutation(
+        "ops: the window's sides swapped",
+        "compile_integration/ops.py",
+        "return (None if left == -1 else left), (None if right == -1 else right)",
+        "return (None if right == -1 else right), (None if left == -1 else left)",
+        (f"{OPS}/test_masks.py",),
+    ),
+    Mutation(
         "ops: fake output in another memory order",
         "compile_integration/ops.py",
-        "    outputs = infer_fake(q, k, v, scale, is_causal, policy)\n",
-        "    outputs = infer_fake(q.contiguous(), k, v, scale, is_causal, policy)\n",
+        "    outputs = infer_fake(*inputs)\n",
+        "    outputs = infer_fake(inputs[0].contiguous(), *inputs[1:])\n",
         (f"{OPS}/test_ops.py",),
     ),
     Mutation(
         "ops: inputs not checked",
         "compile_integration/ops.py",
-        "    check_inputs(q, k, v, scale)\n    check_forward(q, is_causal, policy)\n"
-        "    return _alloc_fwd",
-        "    check_forward(q, is_causal, policy)\n    return _alloc_fwd",
+        "        check_inputs(self.q, self.k, self.v, self.scale)\n",
+        "",
         (f"{OPS}/test_errors.py",),
     ),
     Mutation(
@@ -330,30 +374,30 @@ MUTATIONS += (
         (f"{OPS}/test_ops.py",),
     ),
     Mutation(
-        "autograd: q and k saved beside their codes",
+        "autograd: q saved beside its codes",
         AUTOGRAD,
-        "None if policy.saves_q_codes else q, None if policy.saves_k_codes else k, v,",
-        "q, k, v,",
+        "None if policy.saves_q_codes else q,",
+        "q,",
         (f"{OPS}/test_autograd.py",),
     ),
     Mutation(
         "rows without keys: their dO kept",
         BACKWARD,
-        "dout, q = without_first(dout, blind), without_first(q, blind)",
-        "q = without_first(q, blind)",
+        "dout, q = only(dout, seeing), only(q, seeing)",
+        "q = only(q, seeing)",
         (f"{OPS}/test_autograd.py",),
     ),
     Mutation(
         "rows without keys: their codes of Q kept",
         BACKWARD,
-        "without_first(q_hat, blind)",
+        "only(q_hat, seeing)",
         "q_hat",
         (f"{OPS}/test_autograd.py",),
     ),
     Mutation(
         "rows without keys: their Q in a block's scale",
         FORWARD,
-        "q = without_first(q, blind_queries(seqlen_q, seqlen_k, causal))",
+        "q = only(q, sight.seeing())",
         "pass",
         (f"{OPS}/test_autograd.py",),
     ),
@@ -381,8 +425,8 @@ MUTATIONS += (
     Mutation(
         "FLOPs of four products in the backward",
         "compile_integration/flops.py",
-        "_flops(out, v, 5, is_causal)",
-        "_flops(out, v, 4, is_causal)",
+        "_flops(x.out, x.v, 5,",
+        "_flops(x.out, x.v, 4,",
         (f"{OPS}/test_composition.py",),
     ),
     Mutation(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sage_cute import env
+from sage_cute import env, limits
 from sage_cute._version import __version__
 from sage_cute.cli.common import Json, fail, numbers, one_line_errors, show_json, show_table
 from sage_cute.compile import aot
@@ -38,7 +38,7 @@ def info(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     causal: Annotated[bool, typer.Option(help="Causal mask.")] = True,
 ) -> None:
-    """Shows GPU, versions, caches, tables, and which configuration a call would use and why.
+    """Shows GPU, versions, caches, tables, what is supported, and which configuration a call uses.
 
     Send the output along with a bug report. It changes nothing and compiles nothing.
 
@@ -57,6 +57,10 @@ def info(
             "versions": _versions(),
             "kernels": _kernels(),
             "tables": _tables(),
+            "supported": {
+                "table": [dict(zip(limits.columns(), row, strict=True)) for row in limits.table()],
+                "refused": list(limits.REFUSED.values()),
+            },
             "environment": {name: os.environ.get(name) for name in env.VARIABLES},
             "call": {**call._asdict(), "shape": sizes[:5]},
             "configurations": {d: _configuration(d, call, Shape(*sizes[:5])) for d in SPACES},
@@ -154,6 +158,8 @@ def _show(document: dict[str, Any]) -> None:
         show_table("Tuning tables", list(document["tables"][0]), rows)
     else:
         typer.echo("No tuning tables: sage-cute tune makes one.")
+    show_table("Supported", limits.columns(), limits.table())
+    show_table("Refused", ("what, and the remedy",), [(x,) for x in limits.REFUSED.values()])
     variables = [(n, v or "", env.VARIABLES[n]) for n, v in document["environment"].items()]
     show_table("Environment", ("variable", "value", "what it is"), variables)
     call = document["call"]

@@ -14,8 +14,9 @@ from sage_cute.compile.plan import CompilePlan, fwd_plan
 from sage_cute.compile.tensors import DTYPES, LOG2_E, check_output, code_rows, num_sms
 from sage_cute.compile.visibility import EVERYTHING, Layout, Packed, Static, Visibility, Window
 from sage_cute.config import AttnProblem, FwdTileConfig, Status
-from sage_cute.config.problem import Lengths, why_not_int8
+from sage_cute.config.problem import Lengths
 from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
+from sage_cute.limits import HOPPER
 
 if TYPE_CHECKING:
     from sage_cute.policies import Policy
@@ -127,7 +128,7 @@ def _plan(
 ) -> CompilePlan:
     if dtype not in DTYPES:
         raise DTypeError(f"the forward kernel writes bfloat16 or float16, not {dtype}: cast first")
-    if reason := why_not_int8(policy):
+    if reason := HOPPER.why_not_policy("forward", policy):
         raise UnsupportedError(reason)
     problem = AttnProblem.of(
         policy,

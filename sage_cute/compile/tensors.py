@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sage_cute.config.arch import arch_of
 from sage_cute.errors import UnsupportedError
+from sage_cute.limits import unknown_gpu
 
 LOG2_E: Final = math.log2(math.e)
 DTYPES: Final[dict[torch.dtype, Literal["bfloat16", "float16"]]] = {
@@ -29,10 +30,7 @@ def num_sms(device: int) -> int:
     """
     properties = torch.cuda.get_device_properties(device)
     if arch_of((properties.major, properties.minor)) is None:
-        raise UnsupportedError(
-            f"{properties.name} has compute capability {properties.major}.{properties.minor}: "
-            "the kernels are written for 9.0 (Hopper)"
-        )
+        raise UnsupportedError(unknown_gpu(properties.name, (properties.major, properties.minor)))
     return properties.multi_processor_count
 
 

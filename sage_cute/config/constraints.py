@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from sage_cute.config.arch import Arch
-from sage_cute.config.problem import AttnProblem, why_not_head_dim
+from sage_cute.config.problem import AttnProblem
 from sage_cute.config.tile_config import FwdTileConfig
+from sage_cute.limits import HOPPER
 
 PRODUCER_REGISTERS = 24
 _ROW_STATE_REGISTERS = 36  # row statistics, column factors in flight, addresses, loop counters
@@ -63,7 +64,7 @@ def supports_fwd(problem: AttnProblem, config: FwdTileConfig, arch: Arch) -> Sta
 
 
 def _problem_reason(problem: AttnProblem, config: FwdTileConfig, arch: Arch) -> str:
-    if reason := why_not_head_dim(problem.head_dim):
+    if reason := HOPPER.why_not_head_dim(problem.head_dim):
         return reason
     if problem.block_k not in (32, 64, 128):
         return f"block_k={problem.block_k}: the kernel takes 32, 64 or 128 keys a block"

@@ -49,7 +49,7 @@ class AttnProblem:
         window: bool = False,
         lengths: Lengths = "dense",
     ) -> AttnProblem:
-        """The forward problem of a policy. Ask ``why_not_int8(policy)`` first.
+        """The forward problem of a policy. Ask ``sage_cute.limits`` first.
 
         A causal mask beside a window is a window whose right bound is 0.
         """
@@ -67,25 +67,3 @@ class AttnProblem:
             window=window,
             lengths=lengths,
         )
-
-
-def why_not_head_dim(head_dim: int) -> str:
-    """The reason why no kernel exists for a head_dim, with the remedy; empty if there is one."""
-    if head_dim % 8 == 0 and 16 <= head_dim <= 256:
-        return ""
-    return f"head_dim={head_dim}: kernels take multiples of 8 from 16 to 256; pad the inputs"
-
-
-def why_not_int8(policy: Policy) -> str | None:
-    """The reason why no INT8 forward kernel exists for a policy, with the remedy; or None."""
-    for name in ("qk", "pv"):
-        if getattr(policy, name) != "int8":
-            return f"{name}={getattr(policy, name)}: the kernel is all INT8; set {name}=int8"
-    for name in ("smooth_q", "smooth_v"):
-        if getattr(policy, name):
-            return f"{name}=true: the kernel has no term for it; set {name}=false"
-    if policy.k_scale != "per_block":
-        return f"k_scale={policy.k_scale}: no kernel; set k_scale=per_block"
-    if policy.v_scale == "per_channel":
-        return "v_scale=per_channel: no kernel; set v_scale=per_token or per_block"
-    return None

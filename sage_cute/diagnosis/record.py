@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sage_cute.numerics.reference import visible
-from sage_cute.support import is_supported
+from sage_cute.support import extras, is_supported
 from sage_cute.testing import Inputs
 
 _SDPA = F.scaled_dot_product_attention
@@ -133,12 +133,20 @@ def _sage_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    key_lengths: Tensor | None = None,
+    k_mean: Tensor | None = None,
     *,
     is_causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
     scale: float | None = None,
     policy: str = "default",
 ) -> tuple[Call, str]:
-    return _call("sage::attn", q, k, v, is_causal, scale, policy)
+    call, refusal = _call("sage::attn", q, k, v, is_causal, scale, policy)
+    more = extras(window_left, window_right, key_lengths=key_lengths, k_mean=k_mean)
+    if more:
+        refusal = f"{more[0]}: a diagnosis examines plain and causal attention; leave it out"
+    return call, refusal
 
 
 def _sdpa_call(
@@ -157,7 +165,7 @@ def _sdpa_call(
         kind = _kind_of(attn_mask, *lengths)
         is_causal = kind == "causal"
         if kind == "other":
-            refusal = "its mask is not causal: sage::attn has no other; batch without padding"
+            refusal = "its mask is not causal, and others are not examined; batch without padding"
     elif is_causal and lengths[0] != lengths[1]:
         refusal = (
             f"SDPA aligns a causal mask over {lengths[0]} queries and {lengths[1]} keys top-left, "

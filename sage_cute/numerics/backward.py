@@ -1,11 +1,12 @@
 """INT8 attention, backward: the contract in code, and what runs behind the op on CPU tensors.
 
-    P = exp(S - L);  dP = dO V^T;  delta = rowsum(dO * O) - dLSE;  dS = P * (dP - delta)
+    P = exp(min(S - L, 0));  dP = dO V^T;  delta = rowsum(dO * O) - dLSE;  dS = P * (dP - delta)
     dV = P^T dO;  dQ = scale dS K;  dK = scale dS^T Q               (K smoothed: rowsum(dS) = 0)
 
-(SageBwd, arXiv 2603.02170.) dP and delta take the same dequantized dO and V as far as the policy
-quantizes them, so that the errors of the two cancel in dS. Q^T and K^T are quantized from what the
-forward saved, its codes. Vectorized over everything but key blocks.
+(SageBwd, arXiv 2603.02170.) S exceeds L by rounding only, unless ``qk`` and ``s`` have different
+precisions, and a P above 1 is never right. dP and delta take the same dequantized dO and V as far
+as the policy quantizes them, so that the errors of the two cancel in dS. Q^T and K^T are quantized
+from what the forward saved, its codes. Vectorized over everything but key blocks.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from torch import Tensor
 
 from sage_cute.numerics.forward import (
     LOG2_E,
-    KeyBlocks,
     Saved,
     Scores,
-    blind_queries,
+    alike,
     group_heads,
     k_block,
     q_block,
@@ -29,7 +29,6 @@ from sage_cute.numerics.forward import (
     round16,
     smooth_keys,
     token_rows,
-    without_first,
 )
 from sage_cute.numerics.quantize import (
     Quantized,
@@ -41,11 +40,12 @@ from sage_cute.numerics.quantize import (
     quantize,
 )
 from sage_cute.numerics.reference import Gradients
+from sage_cute.numerics.visibility import EVERYTHING, Visibility, Window, only
 from sage_cute.policies import Policy
 
 Observer = Callable[[str, int, slice, Tensor], None]
 """Called as (name, first query, keys, values) with blocks of "p", "dp" and "ds" in float32, each
-(batch, kv_heads, group, queries from the first on, keys), before they are quantized."""
+(batch, kv_heads, group, queries that see one of the keys, keys), before they are quantized."""
 
 
 @torch.no_grad()
@@ -62,11 +62,14 @@ def sage_backward(
     scale: float,
     causal: bool,
     policy: Policy,
+    window: Window = EVERYTHING,
+    key_lengths: Tensor | None = None,
     observe: Observer | None = None,
 ) -> Gradients:
     """Gradients of :func:`sage_forward` with respect to q, k and v.
 
-    What queries that see no key hold does not matter: their q and dout count as zero.
+    What queries that see no key hold does not matter: their q and dout count as zero, and tiles of
+    queries are counted from the first one that sees a key.
     ``k_mean`` counts as a constant, which is exact for ``out`` and for the LSE of the original K
     once ``scale * dlse * k_mean`` is added to dq.
 
@@ -82,29 +85,84 @@ def sage_backward(
         scale: softmax scale.
         causal: bottom-right causal mask.
         policy: the forward's policy.
+        window: the forward's window.
+        key_lengths: the forward's key lengths; dk and dv are 0 from them on.
         observe: sees the intermediates, for tests and diagnosis.
     """
+    sight = Visibility.of(out.shape[2], v.shape[2], causal, window)
+    if key_lengths is None:
+        return _backward(dout, dlse, q, k, v, out, lse, saved, sight, scale, policy, observe)
+    dq, dk, dv = torch.zeros_like(out), torch.zeros_like(v), torch.zeros_like(v)
+    for b, length in enumerate(key_lengths.tolist()):
+        one = slice(b, b + 1)
+        grads = _backward(
+            dout[one],
+            None if dlse is None else dlse[one],
+            q[one],
+            k[one, :, :length],
+            v[one, :, :length],
+            out[one],
+            lse[one],
+            Saved(*(x[one] for x in saved))._replace(
+                k_codes=saved.k_codes[one, :, :length],
+                k_scale=saved.k_scale[one, :, : num_groups(length, k_block(policy))],
+            ),
+            sight.padded_from(length),
+            scale,
+            policy,
+            observe,
+        )
+        dq[one], dk[one, :, :length], dv[one, :, :length] = grads
+    return Gradients(dq, dk, dv)
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: Saved,
+    sight: Visibility,
+    scale: float,
+    policy: Policy,
+    observe: Observer | None,
+) -> Gradients:
+    """:func:`sage_backward` of sequences that have all their keys."""
     kv_heads, seqlen_k, head_dim = v.shape[1:]
     batch, heads, seqlen_q = out.shape[:3]
     dtype, group = v.dtype, heads // max(kv_heads, 1)
     if 0 in (batch, heads, seqlen_q, seqlen_k):
         return Gradients(torch.zeros_like(out), torch.zeros_like(v), torch.zeros_like(v))
-    blind = blind_queries(seqlen_q, seqlen_k, causal)
-    dout, q = without_first(dout, blind), without_first(q, blind)
+    dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out))  # as the forward does
+    seeing = sight.seeing()
+    dout, q = only(dout, seeing), only(q, seeing)
 
     # What the forward's products saw of Q and K, as far as it was saved.
     k_hat = _dequantized(saved.k_codes, saved.k_scale, k_block(policy))
     if k_hat is None:
         k_hat = smooth_keys(k, saved.k_mean, policy)
     q_hat = _dequantized(saved.q_codes, saved.q_scale, q_block(policy))
-    q_hat = q.float() if q_hat is None else without_first(q_hat, blind)
+    q_hat = q.float() if q_hat is None else only(q_hat, seeing)
     q8 = k8 = None
     if policy.s == "int8":
         q8 = Quantized(saved.q_codes, saved.q_scale, q_block(policy))
         k8 = Quantized(saved.k_codes, saved.k_scale, k_block(policy))
         q8 = q8 if policy.saves_q_codes else quantize_q(q, policy)[0]
         k8 = k8 if policy.saves_k_codes else quantize(k_hat, k_block(policy))
-    scores = Scores(q_hat.to(dtype), k_hat, q8, k8, saved.q_mean, scale, policy)
+    q_mean, blind = saved.q_mean, seeing.start
+    if blind:
+        dout, out, lse, q_hat = (x[:, :, blind:] for x in (dout, out, lse, q_hat))
+        dlse = dlse if dlse is None else dlse[..., blind:]
+        if q8 is not None:
+            q8 = Quantized(q8.codes[..., blind:, :], q8.token_scale()[..., blind:, 0], 1)
+        if policy.smooth_q:
+            q_mean = token_rows(q_mean, policy.block_q, seqlen_q)[..., blind:, :]
+        policy, seqlen_q = policy.replace(block_q=1), seqlen_q - blind
+        sight = sight._replace(seqlen_q=seqlen_q, offset=sight.offset + blind)
+    scores = Scores(q_hat.to(dtype), k_hat, q8, k8, q_mean, scale, policy)
 
     v8, v_mean = quantize_v(v, policy) if policy.dequantized_v_in_dp else (None, None)
     dp = _ScoreGradient(dout.float(), v, v8, kv_heads, policy)
@@ -115,39 +173,42 @@ def sage_backward(
     if dlse is not None:
         delta -= group_heads(dlse.float(), kv_heads).unsqueeze(-1)
     log2_sum = group_heads(lse.float() * LOG2_E, kv_heads).unsqueeze(-1)
+    # Large scores and their LSE differ by the roundings of both, which are large too: P = 1 where
+    # nothing else is left of their difference, and P <= 1 anywhere.
+    log2_sum -= (log2_sum.abs() - 1024).clamp_(min=0.0) * 2.0**-22
     log2_sum = torch.where(log2_sum == -torch.inf, torch.inf, log2_sum)  # rows without keys: P = 0
 
     dv_operand = _transposed(dout.float(), None, policy.dv, policy.bwd_block_q, policy, dtype)
     dk_operand = _transposed(q_hat, q8, policy.dk, policy.bwd_block_q, policy, torch.bfloat16)
     dq_operand = _transposed(k_hat, k8, policy.dq, policy.bwd_block_k, policy, torch.bfloat16)
-    q_mean = None
+    q_rows = None
     if policy.smooth_q:
-        q_mean = group_heads(token_rows(saved.q_mean, policy.block_q, seqlen_q), kv_heads)
+        q_rows = group_heads(token_rows(q_mean, policy.block_q, seqlen_q), kv_heads)
 
     dq = dout.new_zeros((batch, kv_heads, group, seqlen_q, head_dim), dtype=torch.float32)
     dk, dv = (dout.new_zeros(v.shape, dtype=torch.float32) for _ in "kv")
-    for keys, seen_from, mask in KeyBlocks(seqlen_q, seqlen_k, policy.bwd_block_k, causal):
-        first = seen_from // policy.bwd_block_q * policy.bwd_block_q  # whole tiles of queries
-        p = scores(keys, first).sub_(log2_sum[..., first:, :]).exp2_()
-        dpj = dp(keys, first)
-        ds = p * (dpj - delta[..., first:, :])
+    for keys, queries, mask in sight.blocks(policy.bwd_block_k, policy.bwd_block_q):
+        exponent = scores(keys, queries).sub_(log2_sum[..., queries, :]).clamp_(max=0.0)
+        p = alike(Tensor.exp2_, exponent)
+        dpj = dp(keys, queries)
+        ds = p * (dpj - delta[..., queries, :])
         if mask is not None:
-            unseen = pad_tokens(~mask.flip(0), mask.shape[0] + seen_from - first, True).flip(0)
-            p.masked_fill_(unseen, 0.0)
-            ds.masked_fill_(unseen, 0.0)
+            p.masked_fill_(~mask, 0.0)
+            ds.masked_fill_(~mask, 0.0)
         if observe is not None:
             for name, value in (("p", p), ("dp", dpj), ("ds", ds)):
-                observe(name, first, keys, value)
+                observe(name, blind + queries.start, keys, value)
 
         per_key = policy.p_bwd_scale == "per_key"
-        dv[..., keys, :] += _contract_queries(p, dv_operand, first, per_key, kv_heads, dtype)[0]
+        dv[..., keys, :] += _contract_queries(p, dv_operand, queries, per_key, kv_heads, dtype)[0]
         per_key = policy.ds_dk_scale == "per_key"
-        dkj, ds_hat = _contract_queries(ds, dk_operand, first, per_key, kv_heads, torch.bfloat16)
+        dkj, ds_hat = _contract_queries(ds, dk_operand, queries, per_key, kv_heads, torch.bfloat16)
         dk[..., keys, :] += dkj
-        if q_mean is not None:
-            dk[..., keys, :] += (ds_hat.mT @ q_mean[..., first:, :]).sum(2)
-        dq[..., first:, :] += _contract_keys(ds, dq_operand, keys, policy)
+        if q_rows is not None:
+            dk[..., keys, :] += (ds_hat.mT @ q_rows[..., queries, :]).sum(2)
+        dq[..., queries, :] += _contract_keys(ds, dq_operand, keys, policy)
 
+    dq = torch.nn.functional.pad(dq, (0, 0, blind, 0))
     return Gradients((dq.flatten(1, 2) * scale).to(dtype), (dk * scale).to(dtype), dv.to(dtype))
 
 
@@ -177,10 +238,10 @@ class _ScoreGradient:
             values = v8.dequantize() if v8 is not None else v
             self.b = round16(values.to(v.dtype), v.dtype).unsqueeze(2)
 
-    def __call__(self, keys: slice, first: int) -> Tensor:
-        dp = self.a[..., first:, :] @ self.b[..., keys, :].mT
+    def __call__(self, keys: slice, queries: slice) -> Tensor:
+        dp = self.a[..., queries, :] @ self.b[..., keys, :].mT
         if self.v_scale is not None:
-            dp.mul_(self.a_scale[..., first:, :] * self.v_scale[..., keys])
+            dp.mul_(self.a_scale[..., queries, :] * self.v_scale[..., keys])
         return dp
 
 
@@ -213,7 +274,7 @@ def _transposed(
 def _contract_queries(
     x: Tensor,
     operand: Quantized | Tensor,
-    first: int,
+    rows: slice,
     per_key: bool,
     kv_heads: int,
     dtype: torch.dtype,
@@ -221,9 +282,9 @@ def _contract_queries(
     """X^T B over the queries of a head group, for dV (X = P) and dK (X = dS).
 
     Args:
-        x: (batch, kv_heads, group, queries from ``first`` on, keys); ``first`` starts a tile.
+        x: (batch, kv_heads, group, queries, keys).
         operand: B, all queries: (batch, heads, seqlen_q, head_dim).
-        first: first query of x.
+        rows: the queries of x, from the start of a tile on.
         per_key: in INT8, one scale of X for each key of a tile; else one for the tile.
         kv_heads: number of key heads.
         dtype: of X in a 16-bit product.
@@ -233,17 +294,19 @@ def _contract_queries(
     """
     if isinstance(operand, Tensor):
         x = round16(x, dtype)
-        return (x.mT @ group_heads(operand, kv_heads)[..., first:, :]).sum(2), x
+        return (x.mT @ group_heads(operand, kv_heads)[..., rows, :]).sum(2), x
     tile, queries = operand.block, x.shape[-2]
     tiles = num_groups(queries, tile)
     x = pad_tokens(x, tile).unflatten(-2, (tiles, tile))
     scale = absmax_scale(x.abs().amax(-2 if per_key else (-2, -1), keepdim=True))
     x = encode(x, scale)
-    b = pad_tokens(operand.codes[..., first:, :], tile).unflatten(-2, (tiles, tile))
+    b = pad_tokens(operand.codes[..., rows, :], tile).unflatten(-2, (tiles, tile))
     b_scale = operand.scale if operand.per_channel else operand.scale.unsqueeze(-1)
     partial = int_matmul(x.mT, group_heads(b, kv_heads))
-    partial *= scale.mT
-    partial *= group_heads(b_scale, kv_heads)[..., first // tile :, :].unsqueeze(-2)
+    # The scales first: a sum of codes times a large one of them may overflow where dK does not.
+    first = rows.start // tile
+    b_scale = group_heads(b_scale, kv_heads)[..., first : first + tiles, :].unsqueeze(-2)
+    partial *= scale.mT * b_scale
     return partial.sum((2, 3)), (x * scale).flatten(-3, -2)[..., :queries, :]
 
 
@@ -264,6 +327,6 @@ def _contract_keys(ds: Tensor, operand: Quantized | Tensor, keys: slice, policy:
     product = int_matmul(
         encode(ds, scale).flatten(-3, -2), operand.codes[..., keys, :].unsqueeze(2)
     )
-    product = product.unflatten(-2, (-1, rows)).mul_(scale).flatten(-3, -2)[..., :queries, :]
     b_scale = operand.scale if operand.per_channel else operand.scale.unsqueeze(-1)
-    return product * b_scale[..., keys.start // operand.block, None, None, :]
+    scale = scale * b_scale[..., keys.start // operand.block, None, None, None, :]
+    return product.unflatten(-2, (-1, rows)).mul_(scale).flatten(-3, -2)[..., :queries, :]

@@ -12,7 +12,7 @@ Scores are kept in log2 units, as the kernels keep them. Vectorized over everyth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,11 +28,10 @@ from sage_cute.numerics.quantize import (
     quantize,
     token_mean,
 )
+from sage_cute.numerics.visibility import EVERYTHING, Visibility, Window, only
 from sage_cute.policies import Policy
 
 LOG2_E = math.log2(math.e)
-QUERY_TILE = 64
-"""Queries that share the choice of :func:`bounded_from`: those of one warpgroup of a kernel."""
 
 
 class Saved(NamedTuple):
@@ -92,60 +91,23 @@ def round16(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(torch.bfloat16 if dtype == torch.float32 else dtype).float()
 
 
+def alike(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function, in place, that gives a value the same result wherever it lies in x.
+
+    At the ends of its threads' shares torch takes instructions that round otherwise than the
+    vectorized ones. Here all elements are vectorized, so that a row depends on no number of rows.
+    """
+    flat = x.flatten()
+    if short := -flat.numel() % 64:
+        flat = torch.nn.functional.pad(flat, (0, short))
+    for share in flat.split(1 << 14):  # of one thread
+        function(share)
+    return flat[: x.numel()].view(x.shape)
+
+
 def group_heads(x: Tensor, kv_heads: int) -> Tensor:
     """(batch, heads, ...) as (batch, kv_heads, query heads of a key head, ...)."""
     return x.unflatten(1, (kv_heads, -1))
-
-
-class KeyBlocks(NamedTuple):
-    """The blocks of keys that the loops walk, and which queries see them."""
-
-    seqlen_q: int
-    seqlen_k: int
-    block: int
-    causal: bool
-
-    def __iter__(self) -> Iterator[tuple[slice, int, Tensor | None]]:  # type: ignore[override]
-        """Yields (keys, first query that sees one of them, which queries see which; None: all)."""
-        offset = self.seqlen_k - self.seqlen_q
-        for start in range(0, self.seqlen_k, self.block):
-            keys = slice(start, min(start + self.block, self.seqlen_k))
-            if not self.causal:
-                yield keys, 0, None
-                continue
-            first = max(0, start - offset)
-            if first >= self.seqlen_q:
-                return
-            queries = torch.arange(first, self.seqlen_q).unsqueeze(-1)
-            yield keys, first, torch.arange(keys.start, keys.stop) <= queries + offset
-
-
-def blind_queries(seqlen_q: int, seqlen_k: int, causal: bool) -> int:
-    """How many queries see no key: the first ones."""
-    return min(seqlen_q, max(0, seqlen_q - seqlen_k)) if causal else 0
-
-
-def without_first(x: Tensor, rows: int) -> Tensor:
-    """X (..., tokens, head_dim), its first rows 0.
-
-    What queries hold that see no key must not set a scale of others, nor bring them a NaN.
-    """
-    return torch.nn.functional.pad(x[..., rows:, :], (0, 0, rows, 0)) if rows else x
-
-
-def bounded_from(keys: slice, block: int, seqlen_q: int, seqlen_k: int, causal: bool) -> int:
-    """The first query whose P of a block of keys may be quantized against its bound (``p_scale``).
-
-    All later ones may too; ``seqlen_q`` says that none may. Kernels take the exact way wherever
-    they mask: in a block that the keys do not fill, and for a group of ``QUERY_TILE`` queries of
-    which the first does not see the whole block. (And everywhere under a negative softmax scale.)
-    """
-    if keys.stop - keys.start < block:
-        return seqlen_q
-    if not causal:
-        return 0
-    seeing = max(0, keys.stop - 1 - (seqlen_k - seqlen_q))
-    return min(num_groups(seeing, QUERY_TILE) * QUERY_TILE, seqlen_q)
 
 
 def flat_bound(v_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,27 +152,90 @@ def token_rows(blocks: Tensor, block: int, tokens: int) -> Tensor:
 
 @torch.no_grad()
 def sage_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, policy: Policy
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    policy: Policy,
+    window: Window = EVERYTHING,
+    key_lengths: Tensor | None = None,
+    k_mean: Tensor | None = None,
 ) -> SageForward:
     """INT8 attention of q (batch, heads, seqlen_q, head_dim), k and v (batch, kv_heads, ...).
 
     The LSE is that of the smoothed K: add ``scale * q . k_mean`` for the original K's. A query that
     sees no key gets out = 0 and lse = -inf; its q counts as zero in a scale or a mean that it
-    shares with others (its own codes are those of q).
+    shares with others (its own codes are those of q). Keys from a key length on are not looked at:
+    their codes, and the scales of blocks of them alone, are 0.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values, like k.
+        scale: softmax scale.
+        causal: bottom-right causal mask.
+        policy: which products are INT8, and how.
+        window: keys before and after its own that a query sees, each at least 0; None: all.
+        key_lengths: (batch,) integers of 0 to seqlen_k, the keys that are there; None: all.
+        k_mean: (batch, kv_heads, head_dim), what K smoothing takes off K; None: the mean of K.
     """
+    sight = Visibility.of(q.shape[2], k.shape[2], causal, window)
+    if key_lengths is None or not q.shape[0]:
+        return _forward(q, k, v, k_mean, sight, scale, policy)
+    parts = []
+    for b, length in enumerate(key_lengths.tolist()):
+        mean = None if k_mean is None else k_mean[b : b + 1]
+        one = q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length], mean
+        parts.append(_forward(*one, sight.padded_from(length), scale, policy))
+    shapes = saved_shapes(tuple(q.shape), tuple(k.shape), policy)
+    saved = {
+        name: torch.cat(
+            [_zero_padded(getattr(part.saved, name), (1, *shape[1:])) for part in parts]
+        )
+        for name, shape in shapes.items()
+    }
+    out, lse = torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts])
+    return SageForward(out, lse, Saved(**saved))
+
+
+def _zero_padded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    padded = x.new_zeros(shape)
+    padded[tuple(slice(size) for size in x.shape)] = x
+    return padded
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_mean: Tensor | None,
+    sight: Visibility,
+    scale: float,
+    policy: Policy,
+) -> SageForward:
+    """:func:`sage_forward` of sequences that have all their keys."""
     batch, heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     shapes = saved_shapes(tuple(q.shape), tuple(k.shape), policy)
+    if policy.smooth_k:
+        k_mean = token_mean(k) if k_mean is None else k_mean.float()
+    else:
+        k_mean = q.new_empty(shapes["k_mean"], dtype=torch.float32)
     if 0 in (batch, heads, seqlen_q, seqlen_k):
         saved = Saved(*(q.new_zeros(s, dtype=torch.float32) for s in shapes.values()))
-        saved = saved._replace(q_codes=saved.q_codes.char(), k_codes=saved.k_codes.char())
         return SageForward(
-            torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32), saved
+            torch.zeros_like(q),
+            q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32),
+            saved._replace(
+                q_codes=saved.q_codes.char(), k_codes=saved.k_codes.char(), k_mean=k_mean
+            ),
         )
 
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # strides decide how torch sums
     if policy.q_scale == "per_block" or policy.smooth_q:  # blocks share a scale or a mean
-        q = without_first(q, blind_queries(seqlen_q, seqlen_k, causal))
-    k_mean = token_mean(k) if policy.smooth_k else q.new_empty(shapes["k_mean"]).float()
+        q = only(q, sight.seeing())
     smooth_k = smooth_keys(k, k_mean, policy)
     unused = q.new_empty(0, dtype=torch.int8)
     q8 = k8 = None
@@ -238,23 +263,23 @@ def sage_forward(
     row_max = smooth_k.new_full((*rows, 1), -torch.inf)
     row_sum = smooth_k.new_zeros((*rows, 1))
     acc = smooth_k.new_zeros((*rows, head_dim))
-    for keys, first, mask in KeyBlocks(seqlen_q, seqlen_k, policy.block_k, causal):
-        s = scores(keys, first)
+    for keys, queries, mask in sight.blocks(policy.block_k):
+        s = scores(keys, queries)
         if mask is not None:
             s.masked_fill_(~mask, -torch.inf)
-        m, l, o = (x[..., first:, :] for x in (row_max, row_sum, acc))
+        m, l, o = (x[..., queries, :] for x in (row_max, row_sum, acc))
         block_max = s.amax(-1, keepdim=True)
         m_new = torch.maximum(m, block_max)
-        shrink = torch.exp2(m - m_new)
+        shrink = alike(Tensor.exp2_, m - m_new)
         m.copy_(m_new)
         if v_scale is None:
-            p = s.sub_(m_new).exp2_()
+            p = alike(Tensor.exp2_, s.sub_(m_new))
             l.mul_(shrink).add_(p.sum(-1, keepdim=True))
             o.mul_(shrink).add_(round16(p, v.dtype) @ values[..., keys, :])
             continue
         # Against the block's own max, then moved to the running one: what a kernel does.
-        p = s.sub_(block_max).exp2_()
-        grow = torch.exp2(block_max - m_new)
+        p = alike(Tensor.exp2_, s.sub_(block_max))
+        grow = alike(Tensor.exp2_, block_max - m_new)
         l.mul_(shrink).add_(grow * p.sum(-1, keepdim=True))
         per_key = v_scale[..., keys, :]
         if policy.v_scale == "per_token":
@@ -265,8 +290,9 @@ def sage_forward(
         if policy.v_scale == "per_token" and policy.p_scale == "bounded" and scale >= 0:
             # The largest P~ of a query that sees the whole block is 1.
             bound, flat = flat_bound(per_key)
-            start = bounded_from(keys, policy.block_k, seqlen_q, seqlen_k, causal)
-            bounded = largest[..., start - first :, :]
+            rows_bounded = sight.bounded(keys, policy.block_k)
+            first = queries.start
+            bounded = largest[..., rows_bounded.start - first : rows_bounded.stop - first, :]
             bounded.copy_(torch.where(flat, bound, bounded))
         p_scale = absmax_scale(largest, policy.p_max)
         pv = int_matmul(encode(p, p_scale, policy.p_max), values[..., keys, :])
@@ -279,7 +305,7 @@ def sage_forward(
     out = torch.where(seen, acc / row_sum, 0.0)
     if v_mean is not None:
         out = torch.where(seen, out + v_mean[:, :, None, None], 0.0)
-    lse = (row_max + row_sum.log2()) / LOG2_E
+    lse = (row_max + alike(Tensor.log2_, row_sum)) / LOG2_E
     return SageForward(out.flatten(1, 2).to(q.dtype), lse.squeeze(-1).flatten(1, 2), saved)
 
 
@@ -323,13 +349,13 @@ class Scores:
             self.q_mean = group_heads(q_mean * self.factor, kv_heads)
             self.smooth_k, self.block, self.seqlen_q = k.unsqueeze(2), policy.block_q, seqlen_q
 
-    def __call__(self, keys: slice, first: int) -> Tensor:
-        """(batch, kv_heads, group, queries from ``first`` on, keys), float32."""
-        s = self.q[..., first:, :] @ self.k[..., keys, :].mT
+    def __call__(self, keys: slice, queries: slice) -> Tensor:
+        """(batch, kv_heads, group, queries, keys), float32."""
+        s = self.q[..., queries, :] @ self.k[..., keys, :].mT
         if self.exact:
             # The scales first: the codes times a large one of them may overflow where S does not.
-            s.mul_(self.q_scale[..., first:, :] * self.k_scale[..., keys])
+            s.mul_(self.q_scale[..., queries, :] * self.k_scale[..., keys])
         if self.q_mean is not None:
             bias = self.q_mean @ self.smooth_k[..., keys, :].mT
-            s += token_rows(bias, self.block, self.seqlen_q)[..., first:, :]
+            s += token_rows(bias, self.block, self.seqlen_q)[..., queries, :]
         return s

@@ -102,5 +102,10 @@ def block_mean(x: Tensor, block: int) -> Tensor:
 
 
 def token_mean(x: Tensor) -> Tensor:
-    """Mean over all tokens of x (..., seqlen, head_dim): (..., head_dim), as ``block_mean``."""
+    """Mean over all tokens of x (..., seqlen, head_dim): (..., head_dim), as ``block_mean``.
+
+    0 where there is no token.
+    """
+    if not x.shape[-2]:
+        return x.new_zeros((*x.shape[:-2], x.shape[-1]), dtype=torch.float32)
     return block_mean(x, x.shape[-2]).squeeze(-2)

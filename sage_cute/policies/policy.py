@@ -53,7 +53,7 @@ class Policy:
     """The forward's P of a query is quantized against its largest value in the block of keys, or
     ``bounded``: where V's token scales, which are folded into P, differ little in a block, against
     the largest P of before the folding times the largest of these scales. Then a kernel needs no
-    maximum of the products; ``numerics.forward.bounded_from`` and ``flat_bound`` say where."""
+    maximum of the products; ``Visibility.bounded`` and ``flat_bound`` of the numerics say where."""
     p_bwd_scale: Literal["per_tile", "per_key"] = "per_tile"  # P^T: one per tile, or per key row
     ds_dk_scale: Literal["per_tile", "per_key"] = "per_tile"  # dS^T in dK
     ds_dq_rows: int = 0  # queries per scale of dS in dQ; 0: the whole tile

@@ -103,8 +103,7 @@ class QuantizePrologue(AttnTemplate):
         self.spec = spec
         self.head_dim = spec.head_dim
         self.share_channels()
-        words = self.padded_dim // 4
-        self.pitch = words if words // (2 * self.lanes) % 2 else words + 2 * self.lanes
+        self.pitch = self.transposed_pitch()
         self.mean = KMean(spec.head_dim, spec.lengths)
 
     def share_channels(self):
@@ -314,6 +313,11 @@ class QuantizePrologue(AttnTemplate):
     def packed(self, tokens):
         """Tokens of a sequence where its tensor has others behind them; else None."""
         return tokens if self.spec.lengths == "packed" else None
+
+    def transposed_pitch(self) -> int:
+        """Words from a token to the next one where codes wait to be transposed."""
+        words = self.padded_dim // 4
+        return words if words // (2 * self.lanes) % 2 else words + 2 * self.lanes
 
     # Where this thread is.
 

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from sage_cute.config.problem import Lengths, why_not_head_dim
+from sage_cute.config.problem import Lengths
+from sage_cute.limits import HOPPER
 
 TILE = 128
 """Tokens of one CTA's tile; also what V^T's token dimension is rounded up to."""
@@ -42,7 +43,7 @@ class QuantSpec:
 
     def why_not(self) -> str | None:
         """The reason why no kernel exists for this, with the remedy; None if one does."""
-        if reason := why_not_head_dim(self.head_dim):
+        if reason := HOPPER.why_not_head_dim(self.head_dim):
             return reason
         for name in ("block_q", "block_k", "block_v"):
             if getattr(self, name) not in (0, *BLOCKS):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sage_cute import cli, env, verify
+from sage_cute import cli, env, limits, verify
 from sage_cute.cli import bench as bench_command
 from sage_cute.cli import tune as tune_command
 from sage_cute.compile import cache
@@ -96,13 +96,15 @@ def test_a_mistake_is_one_line(arguments, message) -> None:
 
 def test_info_for_people_and_for_scripts(tmp_path) -> None:
     shown = run("info").output
-    document = run_json("info", "--shape", "1,8,2,100,200,64", "--policy", "sagebwd")
+    document = run_json("info", "--shape", "1,8,2,100,200,64", "--policy", "sagebwd:s=16bit")
     assert {"gpus", "versions", "kernels", "tables", "environment", "call"} <= set(document)
     for name in env.VARIABLES:
         assert name in shown and name in document["environment"]
     forward = document["configurations"]["fwd"]
     assert forward["config"]["tile_n"] == 64 and forward["reason"]
     assert "no kernel: " in document["configurations"]["bwd"]["reason"]
+    assert document["supported"]["table"][1]["CPU"] == "float16, bfloat16 and float32"
+    assert "head_dim of q, k and v" in shown and limits.REFUSED["dropout"][:20] in shown
     assert not (tmp_path / "cache").exists()  # it changes nothing
 
 

@@ -45,16 +45,6 @@ def test_autocast_disabled_inside(qkv) -> None:
         assert SAGE.attn(*tensors).dtype == torch.float32
 
 
-@pytest.fixture
-def one_thread():
-    """Where torch cuts a tensor for its threads decides which elements get the vectorized exp2."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 1, 1), (2, 0, 1)])
 def test_vmap_equals_a_loop(qkv, dims) -> None:
     n, tensors = 3, []
@@ -85,15 +75,39 @@ def test_vmap_is_differentiable_and_batches_gradients(qkv) -> None:
         assert torch.equal(torch.autograd.grad(out, q, dout, retain_graph=True)[0], grad)
 
 
+def test_vmap_of_padded_batches(qkv) -> None:
+    stacked = [torch.stack([x, x + 1]).requires_grad_() for x in qkv()]
+    lengths, mean = torch.tensor([[70, 3], [9, 70]]), torch.randn(2, 2, 2, 32)
+    call = partial(SAGE.attn, is_causal=True, window_left=9)
+    dims = (0, 0, 0, 0, 1)
+    out = torch.vmap(call, in_dims=dims)(*stacked, lengths, mean.transpose(0, 1))
+    out.sum().backward()
+    for i in range(2):
+        one = [x.detach()[i].clone().requires_grad_() for x in stacked]
+        result = call(*one, lengths[i], mean[i])
+        result.sum().backward()
+        assert torch.equal(out[i], result)
+        assert all(torch.equal(a.grad[i], b.grad) for a, b in zip(stacked, one, strict=True))
+    # A mapped query over keys and lengths that are not.
+    one = torch.vmap(call, in_dims=(0, None, None, None))(
+        stacked[0].detach(), *(x.detach()[0] for x in stacked[1:]), lengths[0]
+    )
+    expected = call(*(x.detach()[0] for x in stacked), lengths[0])
+    assert torch.equal(one[0], expected)
+
+
 @pytest.mark.parametrize("lengths", [(70, 70), (3, 8), (8, 3), (1, 1), (5, 0)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_flops_count_visible_pairs(qkv, lengths, causal) -> None:
-    pairs = int(visible(*lengths, causal, torch.device("cpu")).sum())
-    assert visible_pairs(*lengths, causal) == pairs
+@pytest.mark.parametrize("window", [(-1, -1), (2, 0), (0, 1), (-1, 3), (40, -1), (100, 100)])
+def test_flops_count_visible_pairs(qkv, lengths, causal, window) -> None:
+    sides = tuple(None if side < 0 else side for side in window)
+    pairs = int(visible(*lengths, causal, torch.device("cpu"), sides).sum())
+    assert visible_pairs(*lengths, causal, *window) == pairs
     q, k, v = qkv(seqlen_q=lengths[0], seqlen_k=lengths[1], requires_grad=True)
     product = 2 * 2 * 4 * 32 * pairs  # multiply-add, batch, query heads, head_dim
+    masks = {"is_causal": causal, "window_left": window[0], "window_right": window[1]}
     with FlopCounterMode(display=False) as counter:
-        out = SAGE.attn(q, k, v, is_causal=causal)
+        out = SAGE.attn(q, k, v, **masks)
     assert counter.get_total_flops() == 2 * product
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
@@ -187,6 +201,16 @@ SHARDED = textwrap.dedent("""
         torch.testing.assert_close(sharded_lse.full_tensor(), lse)
         for a, b in zip(single, parts):
             torch.testing.assert_close(b.grad.full_tensor(), a.grad)
+        lengths = torch.tensor([40, 17])
+        masked = sage_cute.attention(*whole, window=(9, 3), key_lengths=lengths)
+        on = Shard(0) if placement == Shard(0) else Replicate()
+        local = sage_cute.attention(
+            *(x.detach() for x in parts), window=(9, 3),
+            key_lengths=distribute_tensor(lengths, mesh, [on]),
+        )
+        if expected is not None:
+            assert local.placements == (expected,), local.placements
+        torch.testing.assert_close(local.full_tensor(), masked, rtol=0, atol=0)
         compiled = torch.compile(sage_cute.attention, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(
             compiled(*(x.detach() for x in parts), causal=True).full_tensor(), out

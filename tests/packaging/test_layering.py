@@ -15,22 +15,23 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "_version": (set(), set()),
     "policies": ({"errors"}, set()),
     "numerics": ({"policies"}, {"torch"}),
-    "config": ({"policies"}, set()),
+    "limits": ({"policies"}, set()),
+    "config": ({"policies", "limits"}, set()),
     "env": ({"errors"}, set()),
-    "templates": ({"config", "errors"}, {"cutlass"}),
+    "templates": ({"config", "errors", "limits"}, {"cutlass"}),
     "compile": (
-        {"config", "templates", "policies", "errors", "env", "_version"},
+        {"config", "templates", "policies", "limits", "errors", "env", "_version"},
         {"cutlass", "torch"},
     ),
     "tune": ({"compile", "config", "numerics", "policies", "errors", "env"}, {"torch"}),
-    "support": ({"compile", "config", "errors", "policies"}, {"torch"}),
+    "support": ({"limits", "errors", "policies"}, {"torch"}),
     "merge": ({"errors"}, {"torch"}),
     "compile_integration": (
-        {"compile", "tune", "numerics", "policies", "support", "errors", "_version", ""},
+        {"compile", "tune", "numerics", "policies", "support", "limits", "errors", "_version", ""},
         {"torch"},
     ),
-    "api": ({"compile_integration", "errors"}, {"torch"}),
-    "nn": ({"api", "policies"}, {"torch"}),
+    "api": ({"compile_integration", "errors", "limits", "support"}, {"torch"}),
+    "nn": ({"api", "errors", "policies", "support"}, {"torch"}),
     "testing": ({"api", "numerics", "policies", ""}, {"torch"}),
     "training": ({"nn", "policies", "support", "errors", "_version"}, {"torch"}),
     "diagnosis": (
@@ -40,7 +41,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "verify": ({"numerics", "testing"}, {"torch"}),
     "cli": (
         {"training", "tune", "compile", "config", "policies", "numerics", "testing", "verify"}
-        | {"api", "diagnosis", "env", "errors", "_version"},
+        | {"api", "diagnosis", "env", "errors", "limits", "_version"},
         {"torch"},
     ),
 }

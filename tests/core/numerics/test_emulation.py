@@ -53,12 +53,15 @@ def quantized(x: Array, block: int, per_channel: bool = False) -> tuple[Array, A
 
 
 def token_mean(x: Array) -> Array:
-    return np.array([math.fsum(column) / len(x) for column in x.T]).astype(F32)
+    return np.array([math.fsum(column) / max(len(x), 1) for column in x.T]).astype(F32)
 
 
 @dataclasses.dataclass
 class Head:
-    """One query head: q, dout (seqlen_q, head_dim), k, v (seqlen_k, head_dim), dlse (seqlen_q)."""
+    """One query head: q, dout (seqlen_q, head_dim), k, v (seqlen_k, head_dim), dlse (seqlen_q).
+
+    Of k and v the first ``length`` count.
+    """
 
     q: Array
     k: Array
@@ -69,19 +72,28 @@ class Head:
     causal: bool
     policy: Policy
     dtype: torch.dtype
+    window: tuple[int | None, int | None] = (None, None)
+    length: int | None = None
+    k_mean: Array | None = None
 
     def __post_init__(self) -> None:
         self.half = torch.bfloat16 if self.dtype == torch.float32 else self.dtype
         self.offset = len(self.k) - len(self.q)
+        self.k, self.v = self.k[: self.length], self.v[: self.length]
         # A query that sees no key counts as zero where it would share a scale or a mean.
-        self.blind = [m for m in range(len(self.q)) if not self.sees(m, 0)]
+        keys = range(len(self.k))
+        self.blind = [m for m in range(len(self.q)) if not any(self.sees(m, n) for n in keys)]
+        seeing = [m for m in range(len(self.q)) if m not in self.blind]
+        self.first = seeing[0] if seeing else 0  # tiles of queries are counted from here
         self.dout = self.without_blind(self.dout)
         if self.policy.q_scale == "per_block" or self.policy.smooth_q:
             self.q = self.without_blind(self.q)
         self.prepare()
 
     def sees(self, m: int, n: int) -> bool:
-        return not self.causal or n <= m + self.offset
+        left, right = (math.inf if side is None else side for side in self.window)
+        p = m + self.offset
+        return p - left <= n <= p + (0 if self.causal else right)
 
     def without_blind(self, x: Array) -> Array:
         x = x.copy()
@@ -91,8 +103,9 @@ class Head:
     def bounded(self, m: int, start: int) -> bool:
         """Whether p_scale=bounded takes the bound for query m and the keys from ``start`` on.
 
-        The block is whole, the first of m's group of 64 queries sees all of it, and none of its V
-        scales is below a quarter of its largest; and the softmax scale is not negative.
+        The block is whole, the first and the last of m's group of 64 queries see all of it, and
+        none of its V scales is below a quarter of its largest; and the softmax scale is not
+        negative.
         """
         stop = start + self.policy.block_k
         scales = self.v8[1][start:stop, 0]
@@ -100,14 +113,17 @@ class Head:
             self.policy.p_scale == "bounded"
             and self.policy.v_scale == "per_token"
             and stop <= len(self.k)
-            and self.sees(m // 64 * 64, stop - 1)
+            and all(self.sees(m // 64 * 64 + i, n) for i in (0, 63) for n in (start, stop - 1))
             and self.scale >= 0
             and bool((scales >= scales.max() / 4).all())
         )
 
     def prepare(self) -> None:
         p = self.policy
-        self.k_mean = token_mean(self.k) if p.smooth_k else np.zeros(self.k.shape[1], F32)
+        if not p.smooth_k or not len(self.k):
+            self.k_mean = np.zeros(self.k.shape[1], F32)
+        elif self.k_mean is None:
+            self.k_mean = token_mean(self.k)
         self.smooth_k = (self.k - self.k_mean).astype(F32)
         self.q_mean = np.zeros(self.q.shape, F32)
         if p.smooth_q:
@@ -168,9 +184,14 @@ class Head:
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         p = self.policy
-        for i in range(0, len(self.q), p.bwd_block_q):
+        for i in range(self.first, len(self.q), p.bwd_block_q):
             for j in range(0, len(self.k), p.bwd_block_k):
                 yield slice(i, i + p.bwd_block_q), slice(j, j + p.bwd_block_k)
+
+    def quantized_rows(self, x: Array, block: int, per_channel: bool = False) -> tuple[Array, ...]:
+        """As ``quantized``, blocks counted from the first query that sees a key."""
+        found = quantized(x[self.first :], block, per_channel)
+        return tuple(np.concatenate([np.zeros(x[: self.first].shape), part]) for part in found)
 
     def backward(self) -> None:
         """From out and lse as they were rounded for the user."""
@@ -189,7 +210,9 @@ class Head:
             shifted = shifted - self.v_mean
             values = self.v8[0] * self.v8[1]
             if p.dp == "int8":
-                do8 = quantized(self.dout, 1 if p.do_scale == "per_token" else p.bwd_block_q)
+                do8 = self.quantized_rows(
+                    self.dout, 1 if p.do_scale == "per_token" else p.bwd_block_q
+                )
                 dout = do8[0] * do8[1]
             else:
                 values = rounded(values.astype(F32), self.half)
@@ -199,12 +222,13 @@ class Head:
         for m in range(len(self.q)):
             for n in range(len(self.k)):
                 if self.sees(m, n):
-                    probs[m, n] = math.exp(self.score(m, n, p.s, q_hat, k_hat) - self.lse[m])
+                    score = self.score(m, n, p.s, q_hat, k_hat)
+                    probs[m, n] = math.exp(min(score - self.lse[m], 0.0))
                     ds[m, n] = probs[m, n] * (dout[m] @ values[n] - delta[m])
 
         channels = p.transposed_scale == "per_channel"
-        do_t = quantized(self.dout, p.bwd_block_q, channels)
-        q_t = quantized(q_hat, p.bwd_block_q, channels)
+        do_t = self.quantized_rows(self.dout, p.bwd_block_q, channels)
+        q_t = self.quantized_rows(q_hat, p.bwd_block_q, channels)
         k_t = quantized(k_hat, p.bwd_block_k, channels)
         self.dq, self.dk, self.dv = (np.zeros(x.shape) for x in (self.q, self.k, self.v))
         for queries, keys in self.tiles():
@@ -252,7 +276,14 @@ class Head:
 
 
 def emulate(
-    x: Inputs, dlse: torch.Tensor, scale: float, causal: bool, policy: Policy
+    x: Inputs,
+    dlse: torch.Tensor,
+    scale: float,
+    causal: bool,
+    policy: Policy,
+    window: tuple[int | None, int | None] = (None, None),
+    key_lengths: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """All heads; the LSE is that of the original K."""
     heads, group = x.q.shape[1], x.q.shape[1] // x.k.shape[1]
@@ -262,7 +293,11 @@ def emulate(
         for h in range(heads):
             q, dout = (t[b, h].float().numpy() for t in (x.q, x.dout))
             k, v = (t[b, h // group].float().numpy() for t in (x.k, x.v))
-            head = Head(q, k, v, dout, dlse[b, h].numpy(), scale, causal, policy, x.q.dtype)
+            head = Head(
+                *(q, k, v, dout, dlse[b, h].numpy(), scale, causal, policy, x.q.dtype, window),
+                length=None if key_lengths is None else int(key_lengths[b]),
+                k_mean=None if k_mean is None else k_mean[b, h // group].float().numpy(),
+            )
             head.forward()
             head.out = rounded(head.out, x.q.dtype)
             result["lse"][b, h] = torch.from_numpy(head.lse + scale * (q @ head.k_mean))
@@ -272,8 +307,8 @@ def emulate(
             bias = rounded(np.outer(bias, head.k_mean), x.q.dtype)
             dq = rounded(head.dq, x.q.dtype) + bias
             result["dq"][b, h] = torch.from_numpy(dq)
-            result["dk"][b, h // group] += torch.from_numpy(head.dk)
-            result["dv"][b, h // group] += torch.from_numpy(head.dv)
+            result["dk"][b, h // group, : len(head.k)] += torch.from_numpy(head.dk)
+            result["dv"][b, h // group, : len(head.k)] += torch.from_numpy(head.dv)
     return {name: t if name == "lse" else t.to(x.q.dtype) for name, t in result.items()}
 
 
@@ -295,6 +330,10 @@ def mixes(draw: st.DrawFn, **fields: tuple[object, ...]) -> Policy:
     return Policy(**values)
 
 
+WINDOWS = st.one_of(
+    st.just((None, None)), st.tuples(*[st.sampled_from([None, 0, 1, 5, 16, 31, 33, 60])] * 2)
+)
+
 SMALL = {
     "block_q": (32, 16, 7),
     "block_k": (16, 32, 9),
@@ -313,6 +352,9 @@ SMALL = {
     seqlen_k=st.sampled_from([1, 2, 9, 17, 32, 33, 40, 48]),
     head_dim=st.sampled_from([1, 7, 8, 16]),
     causal=st.booleans(),
+    window=WINDOWS,
+    padded=st.sampled_from([None, 0, 1, 7, 16, 40]),
+    given_mean=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 999),
 )
@@ -324,6 +366,9 @@ def test_every_mix_equals_the_loops(
     seqlen_k: int,
     head_dim: int,
     causal: bool,
+    window: tuple[int | None, int | None],
+    padded: int | None,
+    given_mean: bool,
     dtype: torch.dtype,
     seed: int,
 ) -> None:
@@ -337,8 +382,13 @@ def test_every_mix_equals_the_loops(
     )
     dlse = torch.randn(x.q.shape[:3], generator=torch.Generator().manual_seed(seed))
     scale = head_dim**-0.5
-    got = run_attention(x, policy=spec(policy), causal=causal, dlse=dlse)
-    want = emulate(x, dlse, scale, causal, policy)
+    masks = {
+        "window": window,
+        "key_lengths": None if padded is None else torch.tensor([max(0, seqlen_k - padded)]),
+        "k_mean": 2 * x.k[:, :, 0] if given_mean and policy.smooth_k else None,
+    }
+    got = run_attention(x, policy=spec(policy), causal=causal, dlse=dlse, **masks)
+    want = emulate(x, dlse, scale, causal, policy, **masks)
     assert torch.equal(got.lse.isinf(), want["lse"].isinf())
     ulp = (want["lse"].abs() / 16).clamp_min(1)  # float32 has 1e-6 steps up to 16
     check("emulation_lse", "any", ((got.lse - want["lse"]) / ulp).nan_to_num().abs().max())
@@ -348,10 +398,13 @@ def test_every_mix_equals_the_loops(
 
 
 @pytest.mark.parametrize("scale", [0.25, -0.25])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(False, (None, None)), (True, (None, None)), (False, (130, 40)), (True, (150, None))],
+)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(150, 150), (90, 170), (290, 160)])
 def test_bounded_scales_of_p_equal_the_loops(
-    seqlen_q: int, seqlen_k: int, causal: bool, scale: float
+    seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int | None, int | None], scale: float
 ) -> None:
     """Several groups of queries, and blocks of keys that are flat and that are not."""
     policy = PRESETS["int8"].replace(block_k=32, p_max=127)
@@ -360,15 +413,14 @@ def test_bounded_scales_of_p_equal_the_loops(
     x.v[:, :, 70] = 0
     head = Head(
         *(t[0, 0].numpy() for t in x), dlse=np.zeros(seqlen_q), scale=scale, causal=causal,
-        policy=policy, dtype=torch.float32,
+        policy=policy, dtype=torch.float32, window=window,
     )  # fmt: skip
     head.forward()
-    got = sage_forward(x.q, x.k, x.v, scale=scale, causal=causal, policy=policy)
+    static = {"scale": scale, "causal": causal, "window": window}
+    got = sage_forward(x.q, x.k, x.v, **static, policy=policy)
     flipped = (got.out[0, 0] - torch.from_numpy(head.out)).abs().amax(-1) > 1e-5
     assert flipped.sum() <= 2  # a code that lies within rounding of a half: none as it stands
-    exact = sage_forward(
-        x.q, x.k, x.v, scale=scale, causal=causal, policy=policy.replace(p_scale="per_block")
-    )
+    exact = sage_forward(x.q, x.k, x.v, **static, policy=policy.replace(p_scale="per_block"))
     differ = (got.out != exact.out)[0, 0].any(-1)
     bounded = [
         any(head.bounded(m, start) for start in range(0, seqlen_k, 32)) for m in range(seqlen_q)

@@ -132,6 +132,30 @@ def test_causal_is_aligned_bottom_right() -> None:
     assert visible(2, 2, False, cpu).all()
 
 
+@pytest.mark.parametrize("window", [(0, 0), (1, None), (None, 2), (3, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_truth_is_the_definition_on_the_keys_that_are_seen(
+    window: tuple[int | None, int | None], causal: bool
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 4, generator=g, dtype=torch.float64) for n in (5, 7, 7))
+    lengths = torch.tensor([7, 4])
+    got = attention_reference(q, k, v, causal=causal, window=window, key_lengths=lengths)
+    for b in range(2):
+        for i in range(5):
+            p, (left, right) = i + 2, window
+            first = 0 if left is None else max(0, p - left)
+            last = p if causal else 6 if right is None else p + right
+            keys = slice(first, min(last + 1, int(lengths[b])))
+            if keys.start >= keys.stop:
+                assert not got.out[b, :, i].any() and (got.lse[b, :, i] == -torch.inf).all()
+                continue
+            one = (x[b : b + 1, :, keys] for x in (k, v))
+            out, lse = naive(q[b : b + 1, :, i : i + 1], *one, 0.5, False)
+            check("reference", "any", (got.out[b, :, i] - out[0, :, 0]).abs().max())
+            check("reference", "any", (got.lse[b, :, i] - lse[0, :, 0]).abs().max())
+
+
 def test_the_intermediates_are_those_of_the_gradients() -> None:
     q, k, v, dout, dlse = make(2, (2, 2), 5, 6, 4)
     grads, mid = attention_reference_backward(dout, q, k, v, dlse=dlse, scale=0.7)

@@ -16,6 +16,7 @@ from sage_cute import attention
 from sage_cute.errors import PolicyError
 from sage_cute.numerics import attention_reference, attention_reference_backward, rel_l2
 from sage_cute.numerics.tolerances import check
+from sage_cute.numerics.visibility import Window
 from sage_cute.policies import PRESETS, PRODUCTS, Policy, resolve
 from sage_cute.testing import (
     POLICY_FIELDS,
@@ -30,6 +31,8 @@ from sage_cute.testing import (
 NUMERICS, MANY = (settings.get_profile(name) for name in ("numerics", "numerics_many"))
 SEQLENS = (0, 1, 2, 9, 63, 64, 65, 127, 128, 129, 200, 333)
 HEAD_DIMS = (1, 8, 16, 32, 40, 64, 72, 80, 96, 104, 128, 256)
+SIDES = st.sampled_from([None, 0, 1, 2, 17, 63, 64, 100, 127, 128, 400])
+WINDOWS = st.tuples(SIDES, SIDES)
 GROUPS = ((1, 1), (2, 2), (3, 1), (4, 2), (7, 1), (8, 1))
 KINDS = ("g1", "qkn", "qlr", "vm", "dochan")
 
@@ -53,13 +56,13 @@ def results_equal(a: Result, b: Result) -> bool:
     return all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
-def natural_sizes(x: Inputs, causal: bool, dlse: Tensor | None) -> dict[str, float]:
+def natural_sizes(x: Inputs, dlse: Tensor | None, **masks: object) -> dict[str, float]:
     """What errors of INT8 products scale with: the products of absolute values, in quadrature.
 
     Each factor gets a part of its largest value, which sets its scale; dS gets a part of what it
     is the difference of.
     """
-    _, mid = attention_reference_backward(x.dout, x.q, x.k, x.v, dlse=dlse, causal=causal)
+    _, mid = attention_reference_backward(x.dout, x.q, x.k, x.v, dlse=dlse, **masks)
     group = x.q.shape[1] // x.k.shape[1]
     k, v = (t.double().repeat_interleave(group, 1) for t in (x.k, x.v))
     q, dout = x.q.double(), x.dout.double()
@@ -92,6 +95,8 @@ def natural_sizes(x: Inputs, causal: bool, dlse: Tensor | None) -> dict[str, flo
     seqlen_k=st.sampled_from(SEQLENS),
     head_dim=st.sampled_from(HEAD_DIMS),
     causal=st.booleans(),
+    window=st.one_of(st.just((None, None)), WINDOWS),
+    lengths=st.one_of(st.none(), st.lists(st.sampled_from(SEQLENS), min_size=2, max_size=2)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     with_dlse=st.booleans(),
     seed=st.integers(0, 9999),
@@ -105,6 +110,8 @@ def test_close_to_the_truth(
     seqlen_k: int,
     head_dim: int,
     causal: bool,
+    window: Window,
+    lengths: list[int] | None,
     dtype: torch.dtype,
     with_dlse: bool,
     seed: int,
@@ -120,8 +127,11 @@ def test_close_to_the_truth(
     dlse = None
     if with_dlse:
         dlse = torch.randn(x.q.shape[:3], generator=torch.Generator().manual_seed(seed))
-    got = run_attention(x, policy=policy, causal=causal, dlse=dlse)
-    truth = run_reference(x, causal=causal, dlse=dlse)
+    masks = {"causal": causal, "window": window, "key_lengths": None}
+    if lengths is not None:
+        masks["key_lengths"] = torch.tensor(lengths[:batch]).clamp_max(seqlen_k)
+    got = run_attention(x, policy=policy, dlse=dlse, **masks)
+    truth = run_reference(x, dlse=dlse, **masks)
     for tensor, like in zip(got, (x.q, None, x.q, x.k, x.v), strict=True):
         assert torch.isfinite(tensor).all() or tensor is got.lse
         assert like is None or (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
@@ -130,12 +140,16 @@ def test_close_to_the_truth(
     assert torch.equal(got.lse == -torch.inf, no_key)
     assert not got.out[no_key].any()
     assert not got.dq[no_key].any()
-    if 0 in (seqlen_q, seqlen_k):
+    if lengths is not None:
+        for b, length in enumerate(masks["key_lengths"].tolist()):
+            assert not got.dk[b, :, length:].any()
+            assert not got.dv[b, :, length:].any()
+    if no_key.all():
         assert not any(t.any() for t in (got.out, got.dq, got.dk, got.dv))
         return
     family = policy if policy in PRESETS else "any"
     check("shape_lse", family, (got.lse - truth.lse).nan_to_num().abs().max())
-    size = natural_sizes(x, causal, dlse)
+    size = natural_sizes(x, dlse, **masks)
     for name in TENSORS:
         want = getattr(truth, name)
         error = (getattr(got, name).double() - want).norm().item()
@@ -150,7 +164,7 @@ def test_every_combination_of_precisions(products: int) -> None:
     spec = f"{base}:" + ",".join(f"{k}={v}" for k, v in precisions.items())
     x = make_inputs("qkn", (1, 2, 67, 40), kv_heads=1, seqlen_k=70, seed=products)
     got, truth = run_attention(x, policy=spec, causal=True), run_reference(x, causal=True)
-    size = natural_sizes(x, True, None)
+    size = natural_sizes(x, None, causal=True)
     for name in TENSORS:
         want = getattr(truth, name)
         error = (getattr(got, name).double() - want).norm().item()

@@ -7,14 +7,9 @@ import math
 import torch
 
 from sage_cute.compile.launch import forward
-from sage_cute.numerics.forward import (
-    blind_queries,
-    quantize_q,
-    quantize_v,
-    smooth_keys,
-    without_first,
-)
+from sage_cute.numerics.forward import quantize_q, quantize_v, smooth_keys
 from sage_cute.numerics.quantize import quantize, token_mean
+from sage_cute.numerics.visibility import Visibility, only
 from sage_cute.policies import resolve
 
 ORDER = torch.tensor([8 * b + 2 * q + c for q in range(4) for b in range(2) for c in range(2)])
@@ -44,7 +39,7 @@ def make_inputs(
 def quantized(q, k, v, policy, causal=False):
     """What the prologue makes of q, k, v: the tensors that ``forward`` takes, on the CPU."""
     if policy.q_scale == "per_block":
-        q = without_first(q, blind_queries(q.shape[2], k.shape[2], causal))
+        q = only(q, Visibility.of(q.shape[2], k.shape[2], causal).seeing())
     smooth_k = smooth_keys(k, token_mean(k), policy)
     q8, _ = quantize_q(q, policy)
     k8 = quantize(smooth_k, 1 if policy.k_scale == "per_token" else policy.block_k)

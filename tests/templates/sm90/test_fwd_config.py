@@ -16,8 +16,8 @@ from sage_cute.config import (
     supports_fwd,
 )
 from sage_cute.config.constraints import consumer_registers
-from sage_cute.config.problem import why_not_int8
 from sage_cute.errors import UnsupportedError
+from sage_cute.limits import HOPPER
 from sage_cute.policies import resolve
 
 ARCH = ARCHS["sm_90a"]
@@ -80,5 +80,6 @@ def test_what_cannot_run_says_why(changes, word):
     ["qk=16bit", "pv=16bit", "smooth_q=true", "smooth_v=true", "k_scale=per_token"],
 )
 def test_policies_without_a_kernel_say_so(change):
-    assert change.partition("=")[0] in why_not_int8(resolve(f"fast:{change}"))
-    assert why_not_int8(resolve("fast")) is None
+    reason = HOPPER.why_not_policy("forward", resolve(f"fast:{change}"))
+    assert reason.startswith(change)
+    assert HOPPER.why_not_policy("forward", resolve("fast")) is None
