@@ -22,7 +22,7 @@ MASKS: Final = {
     "window": "sliding window",
     "key_lengths": "padding mask (key lengths)",
     "k_mean": "given mean of K (k_mean)",
-    "packed": "packed sequences of different lengths",
+    "packed": "packed batch of sequences of different lengths",
 }
 """What a call may ask for beyond plain attention. Every family attends without."""
 
@@ -120,7 +120,7 @@ CPU: Final = Family(
         "window": BOTH,
         "key_lengths": BOTH,
         "k_mean": BOTH,
-        "packed": NEITHER,
+        "packed": BOTH,
     },
     rules={"forward": (), "backward": ()},
 )
