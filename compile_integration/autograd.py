@@ -28,7 +28,7 @@ from sage_cute.compile_integration.schema import LIB, NAMESPACE, op
 from sage_cute.errors import DoubleBackwardError, UnsupportedError
 from sage_cute.limits import REFUSED
 from sage_cute.policies import canonical, resolve
-from sage_cute.support import check_backward, extras
+from sage_cute.support import check_backward, check_dense, extras
 
 # Past the ops' own autograd formulas, where the caller is their autograd: 5 us less a call.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -197,6 +197,7 @@ def attn(
     policy: str = "default",
 ) -> Tensor:
     """``sage::attn``: see :func:`sage_cute.attention`."""
+    check_dense(q, k, v)
     _know_dtensor(q)
     policy, window = canonical(policy), (window_left, window_right)
     needs_grad = _needs_grad(q, k, v)
@@ -219,6 +220,7 @@ def attn_with_lse(
     policy: str = "default",
 ) -> tuple[Tensor, Tensor]:
     """``sage::attn_with_lse``: LSE is float32, natural log, of the original K; differentiable."""
+    check_dense(q, k, v)
     _know_dtensor(q)
     policy, window = canonical(policy), (window_left, window_right)
     needs_grad = _needs_grad(q, k, v)
@@ -230,7 +232,8 @@ def attn_with_lse(
         # K's mean takes the query's heads, not q those of K: a DTensor may be split inside a group.
         group = q.shape[1] // max(k.shape[1], 1)
         means = mean.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2).unsqueeze(2)
-        bias = (q.float() * means).sum(-1)
+        # Contiguous, since strides decide how torch sums.
+        bias = (q.contiguous().float() * means).sum(-1)
         # A query that sees no key has lse = -inf whatever q is: no gradient through its bias.
         bias = torch.where(lse == -torch.inf, 0.0, bias)
         lse = lse + bias * default_scale(q, scale)
@@ -254,6 +257,7 @@ def attn_varlen(
     policy: str = "default",
 ) -> Tensor:
     """``sage::attn_varlen``: see :func:`sage_cute.attention_varlen`."""
+    check_dense(q, k, v)
     policy, window = canonical(policy), (window_left, window_right)
     needs_grad = _needs_grad(q, k, v)
     if needs_grad:
@@ -280,6 +284,7 @@ def attn_varlen_with_lse(
     policy: str = "default",
 ) -> tuple[Tensor, Tensor]:
     """``sage::attn_varlen_with_lse``: LSE (heads, total_q) as that of ``attn_with_lse``."""
+    check_dense(q, k, v)
     policy, window = canonical(policy), (window_left, window_right)
     needs_grad = _needs_grad(q, k, v)
     if needs_grad:
@@ -293,7 +298,7 @@ def attn_varlen_with_lse(
         sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True)
         means = mean[sequence.clamp_max(mean.shape[0] - 1)]
         means = means.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
-        bias = (q.float() * means).sum(-1).transpose(0, 1)
+        bias = (q.contiguous().float() * means).sum(-1).transpose(0, 1)
         bias = torch.where(lse == -torch.inf, 0.0, bias)
         lse = lse + bias * default_scale(q, scale)
     return out, lse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any, Literal, cast, overload
 
+import torch
 from torch import Tensor
 
 from sage_cute.compile_integration.schema import op
@@ -272,6 +273,11 @@ def _as_float(scale: object) -> float:
     """A number of any library as a float; 0-d CPU tensors count, CUDA ones would synchronize."""
     if isinstance(scale, numbers.Real):
         return float(scale)
-    if isinstance(scale, Tensor) and scale.dim() == 0 and scale.device.type == "cpu":
-        return float(scale)
+    if isinstance(scale, Tensor):
+        if scale.requires_grad:
+            raise DTypeError("scale is not differentiable: pass scale.item(), or scale q instead")
+        if torch.compiler.is_compiling():
+            raise DTypeError("scale is a tensor: inside torch.compile pass a number, or scale q")
+        if scale.dim() == 0 and scale.device.type == "cpu":
+            return float(scale)
     raise DTypeError(f"scale must be a number, got {type(scale).__name__}; pass float(scale)")

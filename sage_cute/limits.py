@@ -153,9 +153,9 @@ HOPPER: Final = Family(
             Rule("smooth_q", (False,)),
             Rule("smooth_v", (False,)),
             Rule("v_scale", ("per_token", "per_block")),
-            Rule("dv", ("16bit",)),
-            Rule("dk", ("16bit",)),
-            Rule("dq", ("16bit",)),
+            *(Rule("bwd_block_q", (64, 128), given=(p, "int8")) for p in ("dv", "dk", "dq")),
+            *(Rule("bwd_block_k", (64,), given=(p, "int8")) for p in ("dv", "dk", "dq")),
+            Rule("ds_dq_rows", (0, 1, 8), given=("dq", "int8")),
             Rule("do_scale", ("per_token",), given=("dp", "int8")),
         ),
     },
@@ -168,6 +168,8 @@ REFUSED: Final = {
     "attn_mask": "an arbitrary mask (attn_mask): for padding at the end pass key_lengths, for a "
     "band around the diagonal causal and window, and for sequences of different lengths use "
     "attention_varlen",
+    "nested": "nested tensors: pass their values() and offsets().int() to attention_varlen",
+    "sparse": "sparse tensors: call to_dense() first",
     "dropout": "dropout in attention: use torch's scaled_dot_product_attention where it is needed",
     "double backward": "double backward: there is no gradient of its gradient; use torch's "
     "scaled_dot_product_attention with the math backend where one is needed",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sage_cute.api import Layout, attention
+from sage_cute.errors import ShapeError
 from sage_cute.policies import resolve
 from sage_cute.support import Window, window_sizes
 
@@ -77,12 +78,16 @@ class SageAttention(torch.nn.Module):
             k_mean: (batch, kv_heads, head_dim), subtracted from the keys as attention gets them;
                 None: their mean.
         """
-        q, k = self.q_norm(q), self.k_norm(k)
+        if q.shape[-1] != self.head_dim:
+            raise ShapeError(
+                f"SageAttention: q has head_dim {q.shape[-1]}, the module was made for "
+                f"{self.head_dim}"
+            )
+        normed_q, normed_k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
-            q, k = rotary(q), rotary(k)
-        # Under autocast a norm may return float32: one dtype again for the op.
-        if q.dtype != v.dtype or k.dtype != v.dtype:
-            q, k = q.to(v.dtype), k.to(v.dtype)
+            normed_q, normed_k = rotary(normed_q), rotary(normed_k)
+        # Norms and embeddings may return float32: what they were given decides the dtype.
+        q, k = normed_q.to(q.dtype), normed_k.to(k.dtype)
         return attention(
             q,
             k,

@@ -38,6 +38,14 @@ class Support:
         return self.supported
 
 
+def check_dense(*tensors: Tensor) -> None:
+    """Raises where a tensor is nested or sparse: torch's own message would name no remedy."""
+    for x in tensors:
+        if x.layout is not torch.strided or x.is_nested:
+            kind = "nested" if x.is_nested else "sparse"
+            raise UnsupportedError(f"sage.attn: not supported: {REFUSED[kind]}")
+
+
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, packed: bool = False
 ) -> None:
@@ -46,6 +54,7 @@ def check_inputs(
     Reads sizes, dtypes and devices only, never data: it runs on fake tensors as well. ``packed``:
     sequences follow each other in the first dimension, which is tokens.
     """
+    check_dense(q, k, v)
     if not q.dim() == k.dim() == v.dim() == (3 if packed else 4):
         shape = "(batch, heads, seqlen, head_dim)"
         remedy = "add the missing dimensions with unsqueeze"

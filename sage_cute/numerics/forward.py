@@ -233,6 +233,7 @@ def _forward(
             ),
         )
 
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # strides decide how torch sums
     if policy.q_scale == "per_block" or policy.smooth_q:  # blocks share a scale or a mean
         q = only(q, sight.seeing())
     smooth_k = smooth_keys(k, k_mean, policy)

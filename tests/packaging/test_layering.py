@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "api": ({"compile_integration", "errors", "limits", "support"}, {"torch"}),
-    "nn": ({"api", "policies", "support"}, {"torch"}),
+    "nn": ({"api", "errors", "policies", "support"}, {"torch"}),
     "testing": ({"api", "numerics", "policies", ""}, {"torch"}),
     "training": ({"nn", "policies", "support", "errors", "_version"}, {"torch"}),
     "diagnosis": (
