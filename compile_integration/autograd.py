@@ -183,6 +183,13 @@ def _know_dtensor(q: Tensor) -> None:
         register_sharding_rules()
 
 
+def _of_the_original_k(lse: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """The LSE from that of the smoothed K, and q . mean(K)."""
+    # A query that sees no key has lse = -inf whatever q is: no gradient through its bias.
+    bias = torch.where(lse == -torch.inf, 0.0, bias)
+    return lse + bias * scale
+
+
 def attn(
     q: Tensor,
     k: Tensor,
@@ -234,9 +241,7 @@ def attn_with_lse(
         means = mean.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2).unsqueeze(2)
         # Contiguous, since strides decide how torch sums.
         bias = (q.contiguous().float() * means).sum(-1)
-        # A query that sees no key has lse = -inf whatever q is: no gradient through its bias.
-        bias = torch.where(lse == -torch.inf, 0.0, bias)
-        lse = lse + bias * default_scale(q, scale)
+        lse = _of_the_original_k(lse, bias, default_scale(q, scale))
     return out, lse
 
 
@@ -299,8 +304,7 @@ def attn_varlen_with_lse(
         means = mean[sequence.clamp_max(mean.shape[0] - 1)]
         means = means.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
         bias = (q.contiguous().float() * means).sum(-1).transpose(0, 1)
-        bias = torch.where(lse == -torch.inf, 0.0, bias)
-        lse = lse + bias * default_scale(q, scale)
+        lse = _of_the_original_k(lse, bias, default_scale(q, scale))
     return out, lse
 
 
