@@ -27,6 +27,7 @@ from sage_cute.compile.tensors import (
 from sage_cute.config import ARCHS, Arch, Status
 from sage_cute.config.bwd import (
     ROW_TILE,
+    TILE_K,
     BwdProblem,
     BwdTileConfig,
     default_bwd_config,
@@ -39,6 +40,23 @@ if TYPE_CHECKING:
     from sage_cute.policies import Policy
 
 
+WORKSPACE = (
+    "q_hat",
+    "k_hat",
+    "dout8",
+    "stats",
+    "v_hat",
+    "v_scale",
+    "q_t",
+    "q_t_scale",
+    "k_t",
+    "k_t_scale",
+    "dout_t",
+    "dout_t_scale",
+)
+"""Tensors that the preprocess writes, in the order of its arguments; no policy needs all."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BwdPlan:
     """Everything that the backward kernels are compiled from: hashable, the key of the cache."""
@@ -46,12 +64,14 @@ class BwdPlan:
     problem: BwdProblem
     config: BwdTileConfig
     arch: Arch
-    block_q: int = 1  # queries per scale of Q; with has_dlse, of concern to the preprocess only
+    # Of concern to the preprocess only:
+    block_q: int = 1  # queries per scale of Q
     has_dlse: bool = False
+    per_channel: bool = False  # whether Q^T, K^T and dO^T have a scale a channel, or a block
 
     def attention(self) -> BwdPlan:
         """What the attention kernels depend on."""
-        return dataclasses.replace(self, block_q=1, has_dlse=False)
+        return dataclasses.replace(self, block_q=1, has_dlse=False, per_channel=False)
 
 
 def bwd_plan(
@@ -60,6 +80,7 @@ def bwd_plan(
     arch: Arch = ARCHS["sm_90a"],
     *,
     block_q: int = 1,
+    per_channel: bool = False,
 ) -> BwdPlan:
     """The plan for a problem, with the default configuration unless one is given.
 
@@ -69,7 +90,7 @@ def bwd_plan(
     config = config or default_bwd_config(problem)
     if not (status := supports_bwd(problem, config, arch)):
         raise UnsupportedError(status.reason)
-    return BwdPlan(problem, config, arch, block_q)
+    return BwdPlan(problem, config, arch, block_q, per_channel=per_channel)
 
 
 def supports(policy: Policy, *, head_dim: int, dtype: torch.dtype, is_causal: bool) -> Status:
@@ -87,22 +108,37 @@ def workspace_shapes(
     """Shape and dtype of the tensors that one backward allocates.
 
     For a query head and row (a query that sees any key) and head_dim D: 2 D bytes of Q in
-    bfloat16, D of dO in INT8 (if dP is), 16 of statistics; for a key, 2 D of K in bfloat16, and of
-    V D + 4 in INT8 (if dP is) or 2 D dequantized (if dP takes it so). Statistics are padded to 128
-    rows.
+    bfloat16 (an INT8 dK: D + 4 D / tile_q), D of dO in INT8 (if dP is), D + 4 D / tile_q more (if
+    dV is), 16 of statistics; for a key, 2 D of K in bfloat16 (an INT8 dQ: D + D / 16), and of V
+    D + 4 in INT8 (if dP is) or 2 D dequantized (if dP takes it so). Statistics and the transposed
+    copies of INT8 products are padded to 128 tokens.
     """
     batch, heads, seqlen_q, d = q_shape
     kv_heads, seqlen_k = k_shape[1:3]
     p = plan.problem
     rows = min(seqlen_q, seqlen_k) if p.is_causal else seqlen_q
+    padded, padded_k = (-(-n // ROW_TILE) * ROW_TILE for n in (rows, seqlen_k))
+    queries, keys = (batch, heads, rows, d), (batch, kv_heads, seqlen_k, d)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "q_hat": ((batch, heads, rows, d), torch.bfloat16),
-        "k_hat": ((batch, kv_heads, seqlen_k, d), torch.bfloat16),
-        "stats": ((batch, heads, -(-rows // ROW_TILE) * ROW_TILE, 4), torch.float32),
+        "stats": ((batch, heads, padded, 4), torch.float32),
     }
-    keys = batch, kv_heads, seqlen_k, d
+
+    def transposed(name: str, of: int, tokens: int, block: int) -> None:
+        shapes[name] = (batch, of, d, tokens), torch.int8
+        shapes[name + "_scale"] = (batch, of, tokens // block, d), torch.float32
+
+    if p.dk_keys:
+        transposed("q_t", heads, padded, p.tile_q)
+    else:
+        shapes["q_hat"] = queries, torch.bfloat16
+    if p.dq_rows:
+        transposed("k_t", kv_heads, padded_k, TILE_K)
+    else:
+        shapes["k_hat"] = keys, torch.bfloat16
+    if p.dv_keys:
+        transposed("dout_t", heads, padded, p.tile_q)
     if p.dp == "int8":
-        shapes["dout8"] = (batch, heads, rows, d), torch.int8
+        shapes["dout8"] = queries, torch.int8
         shapes["v_hat"] = keys, torch.int8
         shapes["v_scale"] = (batch, kv_heads, -(-seqlen_k // p.block_v)), torch.float32
     elif p.block_v:
@@ -171,13 +207,13 @@ def backward(
     q_codes, k_codes = code_rows(q_codes), code_rows(k_codes)
     dlse = None if dlse is None else dlse.contiguous()
     shapes = workspace_shapes(plan, tuple(q_codes.shape), tuple(k_codes.shape))
-    w = {
+    found = {
         name: empty_codes(dout, shape)
         if dtype == torch.int8
         else torch.empty(shape, dtype=dtype, device=dout.device)
         for name, (shape, dtype) in shapes.items()
     }
-    dout8, v_hat, v_scale = (w.get(name) for name in ("dout8", "v_hat", "v_scale"))
+    w = {name: found.get(name) for name in WORKSPACE}
     plan = plan if dlse is None else dataclasses.replace(plan, has_dlse=True)
     compiled_preprocess(plan)(
         dout,
@@ -189,33 +225,40 @@ def backward(
         k_codes,
         k_scale,
         v if plan.problem.block_v else None,
-        w["q_hat"],
-        w["k_hat"],
-        dout8,
-        w["stats"],
-        v_hat,
-        v_scale,
+        *w.values(),
         scale * LOG2_E,
     )
-    v_dp = v if v_hat is None else v_hat
-    dout_dp = dout if dout8 is None else dout8
+    p = plan.problem
+    v_dp = v if w["v_hat"] is None else w["v_hat"]
     compiled_keys(plan)(
         q_codes,
         k_codes,
         v_dp,
-        w["q_hat"],
-        dout,
-        dout8,
+        w["q_t"] if p.dk_keys else w["q_hat"],
+        w["dout_t"] if p.dv_keys else dout,
+        dout if p.dv_keys and p.dp == "16bit" else w["dout8"],
         w["stats"],
         k_scale,
-        v_scale,
+        w["v_scale"],
+        w["q_t_scale"],
+        w["dout_t_scale"],
         dk,
         dv,
         scale,
     )
-    rows = w["q_hat"].shape[2]
     compiled_queries(plan)(
-        q_codes, k_codes, v_dp, w["k_hat"], dout_dp, w["stats"], k_scale, v_scale, dq, rows, scale
+        q_codes,
+        k_codes,
+        v_dp,
+        w["k_t"] if p.dq_rows else w["k_hat"],
+        dout if w["dout8"] is None else w["dout8"],
+        w["stats"],
+        k_scale,
+        w["v_scale"],
+        w["k_t_scale"],
+        dq,
+        min(seqlen_q, seqlen_k) if is_causal else seqlen_q,
+        scale,
     )
 
 
@@ -238,7 +281,10 @@ def _plan(
         is_causal=is_causal,
     )
     block_q = 1 if policy.q_scale == "per_token" else policy.block_q
-    return bwd_plan(problem, config, block_q=block_q)
+    # of no effect, hence no key of another kernel, without an INT8 product that asks
+    int8 = problem.tile_q or problem.dq_rows
+    per_channel = bool(int8) and policy.transposed_scale == "per_channel"
+    return bwd_plan(problem, config, block_q=block_q, per_channel=per_channel)
 
 
 def _check(plan: BwdPlan, *tensors: Any) -> None:
@@ -332,6 +378,17 @@ class _Fakes:
     def compile(self, kernel: Any, *arguments: Any) -> Any:
         return self.cute.compile(kernel, *arguments, self.stream, options="--enable-tvm-ffi")
 
+    def transposed(self, heads: Any) -> tuple[Any, Any]:
+        """Codes (batch, heads, head_dim, tokens) and scales (batch, heads, blocks, head_dim)."""
+        int8, float32 = self.cutlass.Int8, self.cutlass.Float32
+        tokens, blocks = self.cute.sym_int(divisibility=ROW_TILE), self.cute.sym_int()
+        codes = self.batch, heads, self.dim, tokens
+        scales = self.batch, heads, blocks, self.dim
+        return (
+            self.tensor(int8, *codes, divisible=16, align=16),
+            self.tensor(float32, *scales, divisible=4, align=16),
+        )
+
     def stats(self) -> Any:
         float32 = self.cutlass.Float32
         shape = self.batch, self.heads, self.cute.sym_int(), 4
@@ -344,7 +401,8 @@ def _compile_preprocess(plan: BwdPlan) -> Any:
     from sage_cute.templates.quant.bwd_prologue import BwdPrologue
 
     float32, int8, bfloat16 = f.cutlass.Float32, f.cutlass.Int8, f.cutlass.BFloat16
-    int8_dp = plan.problem.dp == "int8"
+    p = plan.problem
+    int8_dp = p.dp == "int8"
     arguments = (
         f.queries(f.dtype),
         f.queries(f.dtype),
@@ -354,15 +412,18 @@ def _compile_preprocess(plan: BwdPlan) -> Any:
         f.flat(float32, f.heads),
         f.keys(int8),
         f.flat(float32, f.kv_heads),
-        f.keys(f.dtype) if plan.problem.block_v else None,
-        f.queries(bfloat16, f.rows),
-        f.keys(bfloat16),
+        f.keys(f.dtype) if p.block_v else None,
+        None if p.dk_keys else f.queries(bfloat16, f.rows),
+        None if p.dq_rows else f.keys(bfloat16),
         f.queries(int8, f.rows) if int8_dp else None,
         f.stats(),
-        f.keys(int8 if int8_dp else f.dtype) if plan.problem.block_v else None,
+        f.keys(int8 if int8_dp else f.dtype) if p.block_v else None,
         f.flat(float32, f.kv_heads) if int8_dp else None,
+        *(f.transposed(f.heads) if p.dk_keys else (None, None)),
+        *(f.transposed(f.kv_heads) if p.dq_rows else (None, None)),
+        *(f.transposed(f.heads) if p.dv_keys else (None, None)),
     )
-    kernel = BwdPrologue(plan.problem, plan.block_q)
+    kernel = BwdPrologue(p, plan.block_q, plan.per_channel)
     return f.compile(kernel, *arguments, float32(0.0))
 
 
@@ -372,21 +433,27 @@ def _compile_keys(plan: BwdPlan) -> Any:
     from sage_cute.templates.sm90.bwd import SageBwdSm90
 
     float32, int8, bfloat16 = f.cutlass.Float32, f.cutlass.Int8, f.cutlass.BFloat16
-    int8_dp = plan.problem.dp == "int8"
+    p = plan.problem
+    int8_dp = p.dp == "int8"
+    q_t = f.transposed(f.heads) if p.dk_keys else (f.queries(bfloat16, f.rows), None)
+    dout_t = f.transposed(f.heads) if p.dv_keys else (f.queries(f.dtype), None)
+    dout_dp = f.queries(int8, f.rows) if int8_dp else f.queries(f.dtype) if p.dv_keys else None
     arguments = (
         f.queries(int8),
         f.keys(int8),
         f.keys(int8 if int8_dp else f.dtype),
-        f.queries(bfloat16, f.rows),
-        f.queries(f.dtype),
-        f.queries(int8, f.rows) if int8_dp else None,
+        q_t[0],
+        dout_t[0],
+        dout_dp,
         f.stats(),
         f.flat(float32, f.kv_heads),
         f.flat(float32, f.kv_heads) if int8_dp else None,
+        q_t[1],
+        dout_t[1],
         f.keys(f.dtype),
         f.keys(f.dtype),
     )
-    return f.compile(SageBwdSm90(plan.problem, plan.config), *arguments, float32(0.0))
+    return f.compile(SageBwdSm90(p, plan.config), *arguments, float32(0.0))
 
 
 def _compile_queries(plan: BwdPlan) -> Any:
@@ -395,17 +462,20 @@ def _compile_queries(plan: BwdPlan) -> Any:
     from sage_cute.templates.sm90.bwd_dq import SageBwdDqSm90
 
     float32, int8, bfloat16 = f.cutlass.Float32, f.cutlass.Int8, f.cutlass.BFloat16
-    int8_dp = plan.problem.dp == "int8"
+    p = plan.problem
+    int8_dp = p.dp == "int8"
+    k_t = f.transposed(f.kv_heads) if p.dq_rows else (f.keys(bfloat16), None)
     arguments = (
         f.queries(int8),
         f.keys(int8),
         f.keys(int8 if int8_dp else f.dtype),
-        f.keys(bfloat16),
+        k_t[0],
         f.queries(int8, f.rows) if int8_dp else f.queries(f.dtype),
         f.stats(),
         f.flat(float32, f.kv_heads),
         f.flat(float32, f.kv_heads) if int8_dp else None,
+        k_t[1],
         f.queries(f.dtype),
     )
-    kernel = SageBwdDqSm90(plan.problem, plan.config)
+    kernel = SageBwdDqSm90(p, plan.config)
     return f.compile(kernel, *arguments, f.cutlass.Int32(0), float32(0.0))

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 Precision = Literal["int8", "16bit"]
 ROW_TILE = 128
 """Rows of the workspace are padded to it: a multiple of every tile of queries."""
+TILE_K = 64
+"""Keys of a warpgroup of the key kernel, and of a tile of the query kernel: where P^T, dS^T or dS
+has one scale for a tile of keys, it is this many."""
+SLICE = 64
+"""Columns of an INT8 product that are in a thread's registers at once, before they are added up."""
 _STATE_REGISTERS = 12  # scales, addresses, loop counters
 
 
@@ -32,11 +37,20 @@ class BwdProblem:
     block_k: int  # keys per scale of K
     block_v: int  # keys per scale of V; 0: dP takes V as given
     dp: Precision
+    # INT8 products: over how much of the other side their left operand has one scale.
+    dv_keys: int = 0  # keys per scale of P^T: 1 or TILE_K; 0: dV in 16 bit
+    dk_keys: int = 0  # keys per scale of dS^T: 1 or TILE_K; 0: dK in 16 bit
+    dq_rows: int = 0  # queries per scale of dS: 1, 8 or those of a tile; 0: dQ in 16 bit
+    tile_q: int = 0  # queries per scale of P^T, dS^T, dO^T and Q^T; 0: dV and dK in 16 bit
 
     @classmethod
     def of(cls, policy: Policy, *, head_dim: int, dtype: DType, is_causal: bool) -> BwdProblem:
         """The backward problem of a policy. Ask ``sage_cute.limits`` first."""
         per_token_v = policy.v_scale == "per_token"
+        dv_keys = 1 if policy.p_bwd_scale == "per_key" else policy.bwd_block_k
+        dk_keys = 1 if policy.ds_dk_scale == "per_key" else policy.bwd_block_k
+        dv_keys, dk_keys = dv_keys * (policy.dv == "int8"), dk_keys * (policy.dk == "int8")
+        dq_rows = policy.ds_dq_rows or policy.bwd_block_q
         return cls(
             head_dim=head_dim,
             dtype=dtype,
@@ -44,6 +58,10 @@ class BwdProblem:
             block_k=1 if policy.k_scale == "per_token" else policy.block_k,
             block_v=(1 if per_token_v else policy.block_k) if policy.dequantized_v_in_dp else 0,
             dp=policy.dp,
+            dv_keys=dv_keys,
+            dk_keys=dk_keys,
+            dq_rows=dq_rows if policy.dq == "int8" else 0,
+            tile_q=policy.bwd_block_q if dv_keys or dk_keys else 0,
         )
 
     @property
@@ -61,6 +79,10 @@ class BwdTileConfig:
     tile_n: int = 128  # keys of a CTA
     num_stages: int = 2  # buffers of queries and their gradients
     num_consumer_wgs: int = 2  # warpgroups that compute, 64 keys each
+    query_wgs: int = 1
+    """Warpgroups that share 64 keys and each take as large a part of the iteration's queries; their
+    sums are added at the end. A scale for 128 queries needs two: a warpgroup's registers hold the
+    scores of 64."""
     ahead: int = 4  # column groups (8 queries) whose statistics are loaded before they are needed
     column_splits: int = 1  # CTAs that share the columns of dK and dV (and all repeat S and dP)
     # dQ: a CTA keeps queries and walks keys.
@@ -78,17 +100,27 @@ class BwdTileConfig:
 
 def default_bwd_config(problem: BwdProblem) -> BwdTileConfig:
     """Picked by hand from measurements on an H200 (docs/backward-kernel.md)."""
-    if problem.padded_dim == 256:
-        small = problem.dp == "16bit"
-        return BwdTileConfig(
-            tile_m=48 if small else 64,
-            column_splits=2,
-            dq_num_stages=1 if small else 2,
-        )
+    large = problem.padded_dim == 256 and problem.dp == "16bit"
     # dP in 16 bit reads dO of the next tile while dV still reads that of this one. Scales of single
     # keys and causal masks take registers that statistics of queries would otherwise have.
     ahead = 2 if problem.block_k < 128 else 3 if problem.is_causal else 4
-    return BwdTileConfig(num_stages=2 if problem.dp == "int8" else 3, ahead=ahead)
+    stages = 2 if problem.dp == "int8" else 3
+    config = BwdTileConfig(num_stages=stages, ahead=ahead)
+    if problem.padded_dim == 256:
+        config = BwdTileConfig(
+            tile_m=48 if large else 64,
+            column_splits=2,
+            dq_num_stages=1 if large else 2,
+        )
+    if problem.tile_q:
+        config = dataclasses.replace(
+            config,
+            tile_m=problem.tile_q,
+            tile_n=128 * 64 // problem.tile_q,
+            query_wgs=problem.tile_q // 64,
+            num_stages=1 if large else 2,
+        )
+    return config
 
 
 def bwd_smem_bytes(problem: BwdProblem, config: BwdTileConfig) -> tuple[int, int]:
@@ -96,18 +128,33 @@ def bwd_smem_bytes(problem: BwdProblem, config: BwdTileConfig) -> tuple[int, int
     c, d, cols = config, problem.padded_dim, problem.padded_dim // config.column_splits
     int8_dp = problem.dp == "int8"
     v = d if int8_dp else 2 * d  # bytes of a token of V, or of dO, in dP
-    dout = d + 2 * cols if int8_dp else 2 * d
-    keys = c.tile_n * (d + v) + c.num_stages * c.tile_m * (d + dout + 2 * cols + 12)
+    # Of a query: dO of dP unless dV takes the same one, of dV, Q of dK; statistics.
+    dout = (v if int8_dp or problem.dv_keys else 0) + (
+        cols if problem.dv_keys else 2 * cols if int8_dp else 2 * d
+    )
+    q = cols if problem.dk_keys else 2 * cols
+    statistics = 16 if problem.dk_keys and int8_dp else 12
+    channels = 4 * cols * (bool(problem.dv_keys) + bool(problem.dk_keys))  # their scales
+    exchange = 256 * 4 if problem.tile_q else 0
+    keys = c.tile_n * (d + v)
+    keys += c.num_stages * (c.tile_m * (d + dout + q + statistics) + channels + exchange)
     queries = 64 * c.dq_num_consumer_wgs * (d + v)
-    queries += c.dq_num_stages * c.dq_tile_n * (d + v + 2 * d + 8)
+    of_k = d if problem.dq_rows else 2 * d
+    queries += c.dq_num_stages * c.dq_tile_n * (d + v + of_k + 8)
+    if problem.dq_rows:
+        queries += c.dq_num_stages * (4 * d + 128)
     return 2048 + keys, 2048 + queries
 
 
 def bwd_registers(problem: BwdProblem, config: BwdTileConfig) -> tuple[int, int]:
     """Registers that a consumer thread of each kernel keeps alive at the peak of an iteration."""
-    c = config
-    more = 0 if problem.dtype == "bfloat16" else c.tile_m // 4  # P for dV and for dS
-    keys = problem.padded_dim // c.column_splits + c.tile_m + c.tile_m // 2 + more
+    c, cols = config, problem.padded_dim // config.column_splits
+    if problem.tile_q:  # scores in float, then two slices of an INT8 product; codes, or 16 bit
+        rows = c.tile_m // c.query_wgs
+        keys = cols + max(rows, 2 * SLICE // 2) + rows // 2
+    else:
+        more = 0 if problem.dtype == "bfloat16" else c.tile_m // 4  # P for dV and for dS
+        keys = cols + c.tile_m + c.tile_m // 2 + more
     queries = problem.padded_dim // 2 + c.dq_tile_n + c.dq_tile_n // 4
     return keys + _STATE_REGISTERS, queries + _STATE_REGISTERS
 
@@ -137,13 +184,24 @@ def _problem_reason(problem: BwdProblem, config: BwdTileConfig) -> str:
     for name in ("block_k", "block_v"):
         if getattr(problem, name) not in (0, 1, 16, 32, 64, 128):
             return f"{name}={getattr(problem, name)}: the kernel takes 16 to 128 keys a scale"
+    if problem.tile_q and config.tile_m != problem.tile_q:
+        return f"tile_m={config.tile_m}: must be the policy's bwd_block_q={problem.tile_q}"
+    if problem.dq_rows and config.dq_tile_n != TILE_K:
+        return f"dq_tile_n={config.dq_tile_n}: must be the policy's bwd_block_k={TILE_K}"
+    if problem.dq_rows > 8 and 64 * config.dq_num_consumer_wgs % problem.dq_rows:
+        return (
+            f"dq_num_consumer_wgs={config.dq_num_consumer_wgs}: must be whole tiles of the policy's"
+            f" {problem.dq_rows} queries"
+        )
     return ""
 
 
 def _shape_reason(problem: BwdProblem, config: BwdTileConfig) -> str:
     c = config
-    if c.num_consumer_wgs not in (1, 2, 3) or c.tile_n != 64 * c.num_consumer_wgs:
+    if c.num_consumer_wgs not in (1, 2, 3) or c.tile_n * c.query_wgs != 64 * c.num_consumer_wgs:
         return f"tile_n={c.tile_n}: 64 keys for each of 1 to 3 consumer warpgroups"
+    if c.query_wgs != max(problem.tile_q // 64, 1):
+        return f"query_wgs={c.query_wgs}: one for 64 queries of the policy's scale for P^T and dS^T"
     if c.dq_num_consumer_wgs not in (1, 2, 3):
         return f"dq_num_consumer_wgs={c.dq_num_consumer_wgs}: 1 to 3 consumer warpgroups"
     for name in ("tile_m", "dq_tile_n"):
@@ -153,7 +211,7 @@ def _shape_reason(problem: BwdProblem, config: BwdTileConfig) -> str:
         return f"column_splits={c.column_splits}: a CTA owns 64 or 128 columns of head_dim"
     if not 1 <= c.ahead <= 16:
         return f"ahead={c.ahead}: 1 to 16 column groups"
-    if c.num_stages < 2:
+    if c.num_stages < (1 if problem.tile_q else 2):
         return f"num_stages={c.num_stages}: queries need two buffers at least"
     if c.dq_num_stages < 1:
         return f"dq_num_stages={c.dq_num_stages}: keys need a buffer"

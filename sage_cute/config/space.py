@@ -99,15 +99,15 @@ BACKWARD: Space[BwdProblem, BwdTileConfig] = Space(
     axes={
         "tile_m": (32, 48, 64, 80, 96, 128),
         "num_consumer_wgs": (1, 2, 3),
-        "num_stages": (2, 3, 4),
+        "num_stages": (1, 2, 3, 4),
         "ahead": (1, 2, 3, 4, 8),
         "column_splits": (1, 2),
         "dq_tile_n": (32, 64, 96, 128),
         "dq_num_stages": (1, 2, 3),
         "dq_num_consumer_wgs": (1, 2, 3),
     },
-    derived={"tile_n": lambda c: 64 * c["num_consumer_wgs"]},
-    fixed=("packed_ds",),
+    derived={"tile_n": lambda c: 64 * c["num_consumer_wgs"] // c["query_wgs"]},
+    fixed=("packed_ds", "query_wgs"),
     default=default_bwd_config,
     supports=supports_bwd,
 )

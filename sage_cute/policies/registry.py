@@ -22,9 +22,10 @@ _INT8 = Policy(
     v_scale="per_token",
     p_max=255,
     p_scale="bounded",
+    bwd_block_q=64,
     p_bwd_scale="per_key",
     ds_dk_scale="per_key",
-    ds_dq_rows=8,
+    ds_dq_rows=1,
     do_scale="per_token",
     transposed_scale="per_channel",
 )

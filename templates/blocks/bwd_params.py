@@ -10,11 +10,12 @@ class BwdTensors(NamedTuple):
     k: Any
     v: Any
     dout: Any  # of dP
-    values: Any  # of the 16-bit products: dO and Q^, or K^
+    values: Any  # of the gradients' products: dO and Q^, or K^; transposed for INT8
     stats: Any
     k_scale: Any
     v_scale: Any
     out: Any  # gradients: dK and dV, or dQ
+    channels: Any = None  # scales of the channels of INT8 values
 
 
 class BwdShared(NamedTuple):
@@ -26,10 +27,13 @@ class BwdShared(NamedTuple):
     dout: Any
     values: Any
     stats: Any
+    channels: Any = None
+    maxima: Any = None  # where warps agree on scales of INT8 products
+    partial: Any = None  # where warpgroups that share keys add up their sums
 
 
 class BwdPipes(NamedTuple):
-    """Pipelines: what a CTA keeps; operands of S and dP; operands of the 16-bit products."""
+    """Pipelines: what a CTA keeps; operands of S and dP; operands of the gradients' products."""
 
     kept: Any
     codes: Any
@@ -69,6 +73,15 @@ class BwdKeyOperands(NamedTuple):
     k_scale: Any  # (factors, -MAGIC times them) of the thread's two keys; None: one for the tile
     v_scale: Any  # likewise; None: dP in 16 bit
     first_seen: Any
+
+
+class BwdInt8Operands(NamedTuple):
+    """What INT8 products of a consumer thread need beside; where two, of dV and of dK."""
+
+    values: Any  # (slice) -> B
+    channels: Any
+    groups: Any
+    maxima: Any
 
 
 class BwdQueryOperands(NamedTuple):

@@ -6,6 +6,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from sage_cute.config.bwd import SLICE
 from sage_cute.templates.mma import int8_sm90
 
 
@@ -19,8 +20,13 @@ def scores_mma(num_wgs: int, n: int, dtype):
     )
 
 
-def gradient_mma(num_wgs: int, n: int, dtype):
-    """A (P or dS) in registers; B lies with its n columns contiguous."""
+def gradient_mma(num_wgs: int, n: int, dtype, *, int8: bool = False):
+    """A (P or dS) in registers; B lies with its n columns contiguous.
+
+    In INT8 B lies K-major, and n is that of one slice of the columns.
+    """
+    if int8:
+        return int8_sm90.tiled_mma(num_wgs, SLICE, a_in_registers=True, a_type=cutlass.Int8)
     return hopper.make_trivial_tiled_mma(
         dtype,
         dtype,

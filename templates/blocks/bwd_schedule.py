@@ -75,6 +75,11 @@ class Slot(NamedTuple):
     phase: Int32
 
 
+def visible_rows(seqlen_q, seqlen_k, *, causal: bool):
+    """How many queries see a key."""
+    return cutlass.min(seqlen_q, seqlen_k) if const_expr(causal) else seqlen_q
+
+
 def first_query(key, seqlen_k, offset, *, causal: bool):
     """Rows from this one on see a key; a key that does not exist is seen by none."""
     first = key - offset if const_expr(causal) else Int32(0)

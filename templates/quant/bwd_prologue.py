@@ -7,9 +7,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int8, Int32, const_expr
 
 from sage_cute.config import ARCHS, Status
-from sage_cute.config.bwd import BwdProblem, default_bwd_config, supports_bwd
+from sage_cute.config.bwd import TILE_K, BwdProblem, default_bwd_config, supports_bwd
 from sage_cute.templates.blocks import ptx
-from sage_cute.templates.quant.qkv_prologue import QuantizePrologue
+from sage_cute.templates.blocks.bwd_schedule import visible_rows
+from sage_cute.templates.quant.bwd_transposed import TransposedPrologue
 from sage_cute.templates.quant.spec import TILE
 
 LOG2_E = 1.4426950408889634
@@ -31,22 +32,31 @@ class BwdInputs(NamedTuple):
 
 
 class BwdWorkspace(NamedTuple):
-    """What the attention kernels read beside."""
+    """What the attention kernels read beside; None: another form of it, or none, is read."""
 
-    q_hat: cute.Tensor
-    k_hat: cute.Tensor
+    q_hat: cute.Tensor | None
+    k_hat: cute.Tensor | None
     dout8: cute.Tensor | None
     stats: cute.Tensor
     v: cute.Tensor | None
     v_scale: cute.Tensor | None
+    q_t: cute.Tensor | None
+    q_t_scale: cute.Tensor | None
+    k_t: cute.Tensor | None
+    k_t_scale: cute.Tensor | None
+    dout_t: cute.Tensor | None
+    dout_t_scale: cute.Tensor | None
 
 
-class BwdPrologue(QuantizePrologue):
+class BwdPrologue(TransposedPrologue):
     """delta, dO and V in INT8, Q^ and K^ in bfloat16, V^ in 16 bit if a 16-bit dP takes it.
+
+    Of an INT8 dV, dK or dQ: dO^T, Q^T or K^T in INT8 (``TransposedPrologue``) with scales for
+    ``tile_q`` rows or ``TILE_K`` keys; Q^ or K^ is then not made.
 
     Layouts: those of ``sm90.bwd``. Inputs are (batch, heads, seqlen, head_dim), head_dim contiguous
     and rows on 16 bytes; out like dO; lse and dlse float32 (batch, heads, seqlen_q), natural log.
-    Rows are the last q_hat.shape[2] queries: those before see no key, nothing is made of them.
+    Rows are the last queries that see a key: of those before nothing is made.
 
         delta  = rowsum(dO O) - dLSE, of the dequantized dO if dP is INT8
         stats  = q_scale scale log2 e, LSE log2 e (inf where it is -inf, so that P = 0),
@@ -58,20 +68,21 @@ class BwdPrologue(QuantizePrologue):
 
     Pipelines: none.
 
-    Shared memory: one maximum a warp, where V has a scale for many tokens.
+    Shared memory: one maximum a warp, where V has a scale for many tokens; ``TransposedSmem``.
     """
 
     family = "sm90"
     direction = "quantize"
     roles = ("quantize",)
 
-    def __init__(self, problem: BwdProblem, block_q: int):
+    def __init__(self, problem: BwdProblem, block_q: int, per_channel: bool):
         """Static facts only; ``supports`` says whether they fit."""
         if not (status := self.supports(problem)):
             raise ValueError(status.reason)
-        self.problem, self.block_q = problem, block_q
+        self.problem, self.block_q, self.per_channel = problem, block_q, per_channel
         self.head_dim = problem.head_dim
         self.share_channels()
+        self.pitch = self.transposed_pitch()
 
     @staticmethod
     def supports(problem: BwdProblem) -> Status:
@@ -90,21 +101,29 @@ class BwdPrologue(QuantizePrologue):
         k: cute.Tensor,
         k_scale: cute.Tensor,
         v: cute.Tensor | None,
-        q_hat: cute.Tensor,
-        k_hat: cute.Tensor,
+        q_hat: cute.Tensor | None,
+        k_hat: cute.Tensor | None,
         dout8: cute.Tensor | None,
         stats: cute.Tensor,
         v_hat: cute.Tensor | None,
         v_scale: cute.Tensor | None,
+        q_t: cute.Tensor | None,
+        q_t_scale: cute.Tensor | None,
+        k_t: cute.Tensor | None,
+        k_t_scale: cute.Tensor | None,
+        dout_t: cute.Tensor | None,
+        dout_t_scale: cute.Tensor | None,
         scale_log2: Float32,
         stream,
     ):
         """One launch for all."""
-        ctas_q, ctas_k = self.ctas(q_hat), self.ctas(k_hat)
+        transposed = q_t, q_t_scale, k_t, k_t_scale, dout_t, dout_t_scale
+        ctas_q = self.ctas(stats if const_expr(q_hat is None) else q_hat)
+        ctas_k = self.ctas(k if const_expr(k_hat is None) else k_hat)
         ctas_v = ctas_k if const_expr(self.problem.block_v > 0) else Int32(0)
         self.kernel(
             BwdInputs(dout, out, lse, dlse, q, q_scale, k, k_scale, v),
-            BwdWorkspace(q_hat, k_hat, dout8, stats, v_hat, v_scale),
+            BwdWorkspace(q_hat, k_hat, dout8, stats, v_hat, v_scale, *transposed),
             scale_log2,
             ctas_q,
             ctas_k,
@@ -113,7 +132,8 @@ class BwdPrologue(QuantizePrologue):
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1024 // self.threads,
-            preferred_smem_carveout=10,  # percent; given, or compiling asks a GPU for it
+            # percent; given, or compiling asks a GPU for it
+            preferred_smem_carveout=60 if self.problem.tile_q or self.problem.dq_rows else 10,
         )
 
     @cute.kernel
@@ -138,8 +158,8 @@ class BwdPrologue(QuantizePrologue):
     @cute.jit
     def queries(self, cta, x, w, scale_log2):
         """Rows of Q, dO and O."""
-        batch, head, tile = self.position(cta, w.q_hat)
-        rows = w.q_hat.shape[2]
+        batch, head, tile = self.position(cta, w.stats if const_expr(w.q_hat is None) else w.q_hat)
+        rows = self.rows(x, w)
         blind = x.q.shape[2] - rows
         row = tile * TILE + self.row()
         rdO = self.load(_behind(x.dout[batch, head, None, None], blind, rows), tile)
@@ -175,18 +195,40 @@ class BwdPrologue(QuantizePrologue):
         if self.lane() == 0:
             cute.autovec_copy(four, w.stats[batch, head, row, None])
         source = _behind(x.q[batch, head, None, None], blind, rows)
-        self.dequantize(source, q_scale * do_scale, w.q_hat[batch, head, None, None], tile)
+        if const_expr(self.problem.dk_keys == 0):
+            self.dequantize(source, q_scale * do_scale, w.q_hat[batch, head, None, None], tile)
+        at, block = (batch, head, None, None), self.problem.tile_q
+        if const_expr(block > 0):
+            smem = self.allocate_transposed(block)
+            if const_expr(self.problem.dk_keys > 0):
+                rQ, to = self.load_codes(source, tile), (tile, w.q_t[at], w.q_t_scale[at])
+                self.transpose(rQ, q_scale, block, self.per_channel, *to, smem)
+            if const_expr(self.problem.dv_keys > 0):
+                to = tile, w.dout_t[at], w.dout_t_scale[at]
+                self.transpose(rdO, None, block, self.per_channel, *to, smem)
+
+    def rows(self, x, w):
+        """How many queries see a key."""
+        if const_expr(w.q_hat is not None):
+            return w.q_hat.shape[2]
+        return visible_rows(x.q.shape[2], x.k.shape[2], causal=self.problem.is_causal)
 
     @cute.jit
     def keys(self, cta, x, w):
         """Rows of K."""
-        batch, head, tile = self.position(cta, w.k_hat)
+        like = x.k if const_expr(w.k_hat is None) else w.k_hat
+        batch, head, tile = self.position(cta, like)
         row = tile * TILE + self.row()
         k_scale = Float32(0.0)
-        if row < w.k_hat.shape[2]:
+        if row < like.shape[2]:
             k_scale = x.k_scale[batch, head, row // self.problem.block_k]
-        source, target = x.k[batch, head, None, None], w.k_hat[batch, head, None, None]
-        self.dequantize(source, k_scale, target, tile)
+        at = batch, head, None, None
+        if const_expr(self.problem.dq_rows > 0):
+            smem = self.allocate_transposed(TILE_K)
+            rK, to = self.load_codes(x.k[at], tile), (tile, w.k_t[at], w.k_t_scale[at])
+            self.transpose(rK, k_scale, TILE_K, self.per_channel, *to, smem)
+        else:
+            self.dequantize(x.k[at], k_scale, w.k_hat[at], tile)
 
     @cute.jit
     def values_of_v(self, cta, x, w):

@@ -100,8 +100,7 @@ class QuantizePrologue(AttnTemplate):
         self.spec = spec
         self.head_dim = spec.head_dim
         self.share_channels()
-        words = self.padded_dim // 4
-        self.pitch = words if words // (2 * self.lanes) % 2 else words + 2 * self.lanes
+        self.pitch = self.transposed_pitch()
         self.mean = KMean(spec.head_dim)
 
     def share_channels(self):
@@ -241,6 +240,11 @@ class QuantizePrologue(AttnTemplate):
         self.stage_codes(self.encode(rX, scales, None), smem.codes)
         cute.arch.sync_threads()
         self.store_transposed(mVt[batch, head, None, None], tile, smem.codes)
+
+    def transposed_pitch(self) -> int:
+        """Words from a token to the next one where codes wait to be transposed."""
+        words = self.padded_dim // 4
+        return words if words // (2 * self.lanes) % 2 else words + 2 * self.lanes
 
     # Where this thread is.
 

@@ -10,23 +10,32 @@ from cutlass import BFloat16, Float32, Int8, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from sage_cute.config import ARCHS, Status
-from sage_cute.config.bwd import BwdProblem, BwdTileConfig, supports_bwd
+from sage_cute.config.bwd import SLICE, BwdProblem, BwdTileConfig, supports_bwd
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
+from sage_cute.templates.blocks import bwd_int8, bwd_scores, loading, ptx
 from sage_cute.templates.blocks import bwd_products as products
-from sage_cute.templates.blocks import bwd_scores, loading, ptx
 from sage_cute.templates.blocks.bwd_params import (
+    BwdInt8Operands,
     BwdKeyOperands,
     BwdPipes,
     BwdShared,
     BwdTensors,
     BwdWork,
 )
-from sage_cute.templates.blocks.bwd_schedule import Slot, bwd_tile, first_query, query_span
+from sage_cute.templates.blocks.bwd_schedule import (
+    Slot,
+    bwd_tile,
+    first_query,
+    query_span,
+    visible_rows,
+)
 from sage_cute.templates.blocks.magic import MAGIC
 from sage_cute.templates.mma import wgmma
 
 ARCH = ARCHS["sm_90a"]
+SUMS_BARRIER = 8
+"""After those of the groups that share a scale."""
 
 
 class SageBwdSm90(AttnTemplate):
@@ -85,8 +94,15 @@ class SageBwdSm90(AttnTemplate):
         self.int8_dp = problem.dp == "int8"
         self.v_type = Int8 if self.int8_dp else self.dtype
         self.k_uniform = problem.block_k % config.tile_n == 0
-        # dO serves dP and dV alike if dP is in 16 bit: then dV takes its columns of it.
-        self.dout_columns = self.columns if self.int8_dp else self.dim
+        self.int8_dv, self.int8_dk = problem.dv_keys > 0, problem.dk_keys > 0
+        self.int8_gradients = problem.tile_q > 0
+        # dO serves dP and dV alike if both are in 16 bit: then dV takes its columns of it.
+        self.one_dout = not (self.int8_dp or self.int8_dv)
+        self.dout_columns = self.dim if self.one_dout else self.columns
+        self.true_ds = self.int8_dk and self.int8_dp
+        self.query_wgs = config.query_wgs
+        self.key_wgs = config.num_consumer_wgs // config.query_wgs
+        self.rows = config.tile_m // config.query_wgs  # queries of a warpgroup
         self.threads = 128 * (1 + config.num_consumer_wgs)
         self.consumer_registers = consumer_registers(config.num_consumer_wgs, ARCH)
 
@@ -101,29 +117,46 @@ class SageBwdSm90(AttnTemplate):
         q_codes: cute.Tensor,
         k_codes: cute.Tensor,
         v: cute.Tensor,
-        q_hat: cute.Tensor,
-        dout: cute.Tensor,
-        dout8: cute.Tensor | None,
+        q_dk: cute.Tensor,
+        dout_dv: cute.Tensor,
+        dout_dp: cute.Tensor | None,
         stats: cute.Tensor,
         k_scale: cute.Tensor,
         v_scale: cute.Tensor | None,
+        q_t_scale: cute.Tensor | None,
+        dout_t_scale: cute.Tensor | None,
         dk: cute.Tensor,
         dv: cute.Tensor,
         scale: Float32,
         stream: cuda.CUstream,
     ):
-        """Launches the kernel, one CTA a tile of keys (and column split)."""
+        """Launches the kernel, one CTA a tile of keys (and column split).
+
+        q_dk is q_hat or q_t, dout_dv is dout or dout_t; dout_dp is dout8 or dout, None where dV
+        and dP take the same dout.
+        """
         c, d, cols = self.config, self.dim, self.columns
         rows_first = loading.rows_first
         layouts = self.layouts()
         q = loading.tma(rows_first(q_codes), layouts.q, (c.tile_m, d))
         k = loading.tma(rows_first(k_codes), layouts.k, (c.tile_n, d))
         v_ = loading.tma(rows_first(v), layouts.v, (c.tile_n, d))
-        qh = loading.tma(rows_first(q_hat), layouts.q_hat, (c.tile_m, cols))
-        do = loading.tma(rows_first(dout), layouts.dout, (c.tile_m, self.dout_columns))
+        rows_by_columns = lambda transposed, columns: (
+            (columns, c.tile_m) if transposed else (c.tile_m, columns)
+        )
+        qh = loading.tma(rows_first(q_dk), layouts.q_hat, rows_by_columns(self.int8_dk, cols))
+        do = loading.tma(
+            rows_first(dout_dv), layouts.dout, rows_by_columns(self.int8_dv, self.dout_columns)
+        )
         do8 = None, None
-        if const_expr(self.int8_dp):
-            do8 = loading.tma(rows_first(dout8), layouts.q, (c.tile_m, d))
+        if const_expr(not self.one_dout):
+            do8 = loading.tma(rows_first(dout_dp), layouts.dout_dp, (c.tile_m, d))
+        scales = [
+            (None, None)
+            if const_expr(t is None)
+            else loading.tma(rows_first(t), self.channel_layout(), (1, cols))
+            for t in (dout_t_scale, q_t_scale)
+        ]
 
         array = products.array
 
@@ -135,21 +168,44 @@ class SageBwdSm90(AttnTemplate):
             k: array(Int8, cute.cosize(layouts.k))
             v: array(self.v_type, cute.cosize(layouts.v))
             q: array(Int8, cute.cosize(layouts.q))
-            dout8: array(Int8, cute.cosize(layouts.q) if self.int8_dp else 0)
-            q_hat: array(BFloat16, cute.cosize(layouts.q_hat))
-            dout: array(self.dtype, cute.cosize(layouts.dout))
+            dout8: array(self.v_type, 0 if self.one_dout else cute.cosize(layouts.dout_dp))
+            q_hat: array(Int8 if self.int8_dk else BFloat16, cute.cosize(layouts.q_hat))
+            dout: array(Int8 if self.int8_dv else self.dtype, cute.cosize(layouts.dout))
             scores: array(Float32, c.num_stages * c.tile_m * 2, 128)
-            gradients: array(Float32, c.num_stages * c.tile_m, 128)
+            gradients: array(Float32, c.num_stages * c.tile_m * (2 if self.true_ds else 1), 128)
+            dout_channels: array(Float32, c.num_stages * cols if self.int8_dv else 0, 128)
+            q_channels: array(Float32, c.num_stages * cols if self.int8_dk else 0, 128)
+            maxima: array(Float32, 256 * c.num_stages if self.int8_gradients else 0, 128)
 
         self.Storage = Storage
         num_tiles = cute.ceil_div(k_codes.shape[2], c.tile_n) * dk.shape[0] * dk.shape[1]
         self.kernel(
-            BwdTensors(q[0], k[0], v_[0], do8[0], (do[0], qh[0]), None, None, None, None),
             BwdTensors(
-                q[1], k[1], v_[1], do8[1], (do[1], qh[1]), stats, k_scale, v_scale, (dk, dv)
+                q[0],
+                k[0],
+                v_[0],
+                do8[0],
+                (do[0], qh[0]),
+                None,
+                None,
+                None,
+                None,
+                (scales[0][0], scales[1][0]),
+            ),
+            BwdTensors(
+                q[1],
+                k[1],
+                v_[1],
+                do8[1],
+                (do[1], qh[1]),
+                stats,
+                k_scale,
+                v_scale,
+                (dk, dv),
+                (scales[0][1], scales[1][1]),
             ),
             scale,
-            (layouts.q, layouts.k, layouts.v, layouts.dout, layouts.q_hat),
+            (layouts.q, layouts.k, layouts.v, layouts.dout, layouts.q_hat, layouts.dout_dp),
             self.mmas(),
         ).launch(
             grid=(num_tiles * c.column_splits, 1, 1),
@@ -160,12 +216,12 @@ class SageBwdSm90(AttnTemplate):
 
     def mmas(self):
         """S, dP, dV and dK."""
-        c, wgs = self.config, self.config.num_consumer_wgs
+        wgs = self.key_wgs
         return (
-            products.scores_mma(wgs, c.tile_m, Int8),
-            products.scores_mma(wgs, c.tile_m, self.v_type),
-            products.gradient_mma(wgs, self.columns, self.dtype),
-            products.gradient_mma(wgs, self.columns, BFloat16),
+            products.scores_mma(wgs, self.rows, Int8),
+            products.scores_mma(wgs, self.rows, self.v_type),
+            products.gradient_mma(wgs, self.columns, self.dtype, int8=self.int8_dv),
+            products.gradient_mma(wgs, self.columns, BFloat16, int8=self.int8_dk),
         )
 
     def layouts(self):
@@ -176,9 +232,19 @@ class SageBwdSm90(AttnTemplate):
             q=make(Int8, d, (c.tile_m, d, c.num_stages)),
             k=make(Int8, d, (c.tile_n, d)),
             v=make(self.v_type, d, (c.tile_n, d)),
-            q_hat=make(BFloat16, cols, (c.tile_m, cols, c.num_stages)),
-            dout=make(self.dtype, cols, (c.tile_m, self.dout_columns, c.num_stages)),
+            q_hat=make(Int8, c.tile_m, (cols, c.tile_m, c.num_stages))
+            if self.int8_dk
+            else make(BFloat16, cols, (c.tile_m, cols, c.num_stages)),
+            dout=make(Int8, c.tile_m, (cols, c.tile_m, c.num_stages))
+            if self.int8_dv
+            else make(self.dtype, cols, (c.tile_m, self.dout_columns, c.num_stages)),
+            dout_dp=make(self.v_type, d, (c.tile_m, d, c.num_stages)),
         )
+
+    def channel_layout(self):
+        """Scales of an operand's channels in shared memory."""
+        cols = self.columns
+        return cute.make_layout((1, cols, self.config.num_stages), stride=(cols, 1, cols))
 
     @cute.kernel
     def kernel(
@@ -197,8 +263,11 @@ class SageBwdSm90(AttnTemplate):
         consumers = 4 * c.num_consumer_wgs
         pipe = partial(loading.pipe, consumers=consumers)
         v_bytes = self.v_type.width // 8
-        value_bytes = c.tile_m * 2 * (self.columns + self.dout_columns)
-        code_bytes = c.tile_m * d * (2 if self.int8_dp else 1)
+        of_channels = 4 * self.columns
+        value_bytes = c.tile_m * self.columns * (1 if self.int8_dk else 2)
+        value_bytes += c.tile_m * self.dout_columns * (1 if self.int8_dv else 2)
+        value_bytes += of_channels * (self.int8_dk + self.int8_dv)
+        code_bytes = c.tile_m * d * (1 if self.one_dout else 1 + v_bytes)
         pipes = BwdPipes(
             kept=pipe(storage.kept_barriers, 1, 1, tx_bytes=c.tile_n * d * (1 + v_bytes)),
             codes=pipe(storage.codes_barriers, stages, 2, tx_bytes=code_bytes),
@@ -206,18 +275,26 @@ class SageBwdSm90(AttnTemplate):
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        q, k, v, dout, q_hat = layouts
+        q, k, v, dout, q_hat, dout_dp = layouts
         tensor = lambda memory, layout: memory.get_tensor(layout.outer, swizzle=layout.inner)
         smem = BwdShared(
             q=tensor(storage.q, q),
             k=tensor(storage.k, k),
             v=tensor(storage.v, v),
-            dout=tensor(storage.dout8, q) if const_expr(self.int8_dp) else None,
+            dout=None if const_expr(self.one_dout) else tensor(storage.dout8, dout_dp),
             values=(tensor(storage.dout, dout), tensor(storage.q_hat, q_hat)),
             stats=(
                 storage.scores.get_tensor(cute.make_layout((4, c.tile_m // 2, stages))),
-                storage.gradients.get_tensor(cute.make_layout((2, c.tile_m // 2, stages))),
+                storage.gradients.get_tensor(
+                    cute.make_layout((4 if self.true_ds else 2, c.tile_m // 2, stages))
+                ),
             ),
+            channels=(
+                storage.dout_channels.get_tensor(self.channel_layout()) if self.int8_dv else None,
+                storage.q_channels.get_tensor(self.channel_layout()) if self.int8_dk else None,
+            ),
+            maxima=self.maxima(storage) if const_expr(self.int8_gradients) else None,
+            partial=self.partial_sums(storage) if const_expr(self.query_wgs > 1) else None,
         )
         work = self.work(gmem)
         if warp_index < 4:
@@ -228,12 +305,28 @@ class SageBwdSm90(AttnTemplate):
                 self.load_statistics(gmem, smem, pipes, work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+            if const_expr(self.int8_gradients):
+                self.consume_int8(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+            else:
+                self.consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+
+    def maxima(self, storage):
+        """Where warps agree on scales: of P and of dS (128), a buffer each."""
+        return storage.maxima.get_tensor(cute.make_layout((128, 2, self.config.num_stages)))
+
+    def partial_sums(self, storage):
+        """Where warpgroups add up their sums: all the tiles' memory, which is free by then."""
+        words = cute.recast_ptr(storage.k.data_ptr(), dtype=Float32)
+        return cute.make_tensor(words, cute.make_layout((128, self.columns // 2, 2)))
 
     def work(self, gmem):
         """What this CTA works on."""
         c = self.config
-        rows, seqlen_k = gmem.values[1].shape[0], gmem.k.shape[0]
+        seqlen_k = gmem.k.shape[0]
+        if const_expr(self.int8_dk):
+            rows = visible_rows(gmem.q.shape[0], seqlen_k, causal=self.problem.is_causal)
+        else:
+            rows = gmem.values[1].shape[0]
         offset = cutlass.max(seqlen_k - rows, 0)
         tile = bwd_tile(
             cute.arch.block_idx()[0],
@@ -277,33 +370,64 @@ class SageBwdSm90(AttnTemplate):
             row = span.first * c.tile_m
             tiles = partial(self.tiles_of, head=head, batch=tile.batch)
             sQ, tQ = loading.partition(tma.q, smem.q, tiles(gmem.q, row + work.blind, d, 0))
-            sdO, tdO = loading.partition(
-                tma.values[0],
-                smem.values[0],
-                tiles(gmem.values[0], row + work.blind, self.dout_columns, 0 if whole else split),
-            )
-            sQh, tQh = loading.partition(
-                tma.values[1], smem.values[1], tiles(gmem.values[1], row, self.columns, split)
-            )
-            if const_expr(self.int8_dp):
-                sdO8, tdO8 = loading.partition(tma.dout, smem.dout, tiles(gmem.dout, row, d, 0))
+            if const_expr(self.int8_dv):
+                dout_tiles = self.transposed_tiles(gmem.values[0], row, split, head, tile.batch)
+            else:
+                dout_tiles = tiles(
+                    gmem.values[0], row + work.blind, self.dout_columns, 0 if whole else split
+                )
+            sdO, tdO = loading.partition(tma.values[0], smem.values[0], dout_tiles)
+            if const_expr(self.int8_dk):
+                q_tiles = self.transposed_tiles(gmem.values[1], row, split, head, tile.batch)
+            else:
+                q_tiles = tiles(gmem.values[1], row, self.columns, split)
+            sQh, tQh = loading.partition(tma.values[1], smem.values[1], q_tiles)
+            if const_expr(not self.one_dout):
+                seen = row if const_expr(self.int8_dp) else row + work.blind
+                sdO8, tdO8 = loading.partition(tma.dout, smem.dout, tiles(gmem.dout, seen, d, 0))
+            channels = [
+                loading.partition(
+                    tma.channels[n],
+                    smem.channels[n],
+                    self.channel_tiles(gmem.channels[n], span.first, split, head, tile.batch),
+                )
+                if const_expr(int8)
+                else None
+                for n, int8 in enumerate((self.int8_dv, self.int8_dk))
+            ]
             for i in cutlass.range(span.num_tiles, unroll=1):
                 at = state.index
                 pipes.codes.producer_acquire(state)
                 bar = pipes.codes.producer_get_barrier(state)
                 cute.copy(tma.q, tQ[None, i], sQ[None, at], tma_bar_ptr=bar)
-                if const_expr(self.int8_dp):
+                if const_expr(not self.one_dout):
                     cute.copy(tma.dout, tdO8[None, i], sdO8[None, at], tma_bar_ptr=bar)
                 pipes.values.producer_acquire(state)
                 bar = pipes.values.producer_get_barrier(state)
                 cute.copy(tma.values[0], tdO[None, i], sdO[None, at], tma_bar_ptr=bar)
                 cute.copy(tma.values[1], tQh[None, i], sQh[None, at], tma_bar_ptr=bar)
+                for n, int8 in enumerate((self.int8_dv, self.int8_dk)):
+                    if const_expr(int8):
+                        sScale, tScale = channels[n]
+                        cute.copy(
+                            tma.channels[n], tScale[None, i], sScale[None, at], tma_bar_ptr=bar
+                        )
                 state.advance()
 
     def tiles_of(self, tensor, row, columns, split, *, head, batch):
         """Tiles of tile_m rows from ``row`` on, of a share of the columns."""
         behind = cute.domain_offset((row, 0), tensor[None, None, head, batch])
         return cute.local_tile(behind, (self.config.tile_m, columns), (None, split))
+
+    def transposed_tiles(self, tensor, row, split, head, batch):
+        """Tiles of tile_m rows from ``row`` on of a transposed copy, of a share of the columns."""
+        behind = cute.domain_offset((0, row), tensor[None, None, head, batch])
+        return cute.local_tile(behind, (self.columns, self.config.tile_m), (split, None))
+
+    def channel_tiles(self, tensor, first, split, head, batch):
+        """Scales of a share of the channels for the tiles from ``first`` on."""
+        behind = cute.domain_offset((first, 0), tensor[None, None, head, batch])
+        return cute.local_tile(behind, (1, self.columns), (None, split))
 
     @cute.jit
     def load_statistics(self, gmem, smem, pipes, work):
@@ -338,13 +462,19 @@ class SageBwdSm90(AttnTemplate):
 
     @cute.jit
     def store_statistics(self, sStats, loaded, k_scale, row, last, at):
-        """(factor, factor, bias, bias) of S and (bias, bias) of dP for two queries."""
+        """(factor, factor, bias, bias) of S and of dP for two queries.
+
+        Of dP only the biases, unless an INT8 dK must have dS with do_scale in it.
+        """
         scores = cute.make_rmem_tensor(4, Float32)
-        gradients = cute.make_rmem_tensor(2, Float32)
+        gradients = cute.make_rmem_tensor(4 if const_expr(self.true_ds) else 2, Float32)
         for n in cutlass.range_constexpr(2):
             factor, lse, gradients[n] = loaded[0, n] * k_scale, loaded[1, n], loaded[2, n]
             if row + n > last:
                 factor, lse, gradients[n] = Float32(0.0), Float32(float("inf")), Float32(0.0)
+            if const_expr(self.true_ds):
+                do_scale = ptx.select(row + n > last, Float32(0.0), loaded[3, n])
+                gradients[n], gradients[2 + n] = do_scale, gradients[n] * do_scale
             scores[n], scores[2 + n] = factor, -lse
             if const_expr(self.k_uniform):
                 scores[2 + n] = ptx.fma(factor, Float32(-MAGIC), -lse)
@@ -353,15 +483,15 @@ class SageBwdSm90(AttnTemplate):
 
     def operands(self, tidx, wg, gmem, smem, work, mmas):
         """Fragments of the four products, and what belongs to the thread's two keys."""
-        c, cols, stages = self.config, self.columns, self.config.num_stages
+        c, cols, stages, rows = self.config, self.columns, self.config.num_stages, self.rows
         mma_s, mma_dp, mma_dv, mma_dk = mmas
-        slot = cute.make_layout(c.num_consumer_wgs, stride=128)(wg)
+        slot = cute.make_layout(self.key_wgs, stride=128)(wg)
         s, dp, dv, dk = [m.get_slice(slot) for m in mmas]
         dout, q_hat = smem.values
         dout_dv = dout
         if const_expr(self.dout_columns != cols):
-            dout_dv = cute.local_tile(dout, (c.tile_m, cols, stages), (0, work.tile.split, 0))
-        shape = c.tile_n, c.tile_m
+            dout_dv = cute.local_tile(dout, (rows, cols, stages), (0, work.tile.split, 0))
+        shape = c.tile_n, rows
         first = mma_s.get_slice(tidx).partition_C(cute.make_identity_tensor(shape))[0]
         k_scale, v_scale = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
         first_seen = []
@@ -381,15 +511,17 @@ class SageBwdSm90(AttnTemplate):
             k=mma_s.make_fragment_A(s.partition_A(smem.k)),
             q=mma_s.make_fragment_B(s.partition_B(smem.q)),
             v=mma_dp.make_fragment_A(dp.partition_A(smem.v)),
-            dout=mma_dp.make_fragment_B(dp.partition_B(smem.dout if self.int8_dp else dout)),
+            dout=mma_dp.make_fragment_B(dp.partition_B(dout if self.one_dout else smem.dout)),
             p=p,
-            dout_t=mma_dv.make_fragment_B(
-                dv.partition_B(products.turned(dout_dv, cols, c.tile_m, stages))
+            dout_t=None
+            if self.int8_dv
+            else mma_dv.make_fragment_B(
+                dv.partition_B(products.turned(dout_dv, cols, rows, stages))
             ),
             ds_t=ds,
-            q_t=mma_dk.make_fragment_B(
-                dk.partition_B(products.turned(q_hat, cols, c.tile_m, stages))
-            ),
+            q_t=None
+            if self.int8_dk
+            else mma_dk.make_fragment_B(dk.partition_B(products.turned(q_hat, cols, rows, stages))),
             p_words=p_words,
             p_bf16=p_bf16,
             ds_words=bwd_scores.as_words(ds),
@@ -511,13 +643,14 @@ class SageBwdSm90(AttnTemplate):
 
         The first ``ahead`` groups are loaded at once, and each later one that many groups early.
         """
-        groups, loaded = self.config.tile_m // 8, {}
+        groups, loaded = self.rows // 8, {}
+        size = 4 if which == 0 or self.true_ds else 2
 
         def load(j):
             if j < groups and j not in loaded:
-                some = cute.make_rmem_tensor(4 - 2 * which, Float32)
+                some = cute.make_rmem_tensor(size, Float32)
                 cute.autovec_copy(ops.stats[which][None, 4 * j + ops.quad, stage], some)
-                loaded[j] = [some[i] for i in range(4 - 2 * which)]
+                loaded[j] = [some[i] for i in range(size)]
 
         def columns(j):
             load(j)
@@ -540,13 +673,13 @@ class SageBwdSm90(AttnTemplate):
         return z
 
     def difference(self, ops, columns, r, j):
-        """(dP - delta) / do_scale."""
+        """(dP - delta) / do_scale, or dP - delta."""
         two = columns(j)
 
         def t(c, x):
             if const_expr(ops.v_scale is not None):
                 x = ptx.fma(x, ops.v_scale[r, 0], ops.v_scale[r, 1])
-            return x + two[c]
+            return ptx.fma(x, two[c], two[2 + c]) if const_expr(self.true_ds) else x + two[c]
 
         return t
 
@@ -561,20 +694,175 @@ class SageBwdSm90(AttnTemplate):
     def issue_dv(self, ops, acc, state):
         """Starts dV += P^T dO."""
         dout = ops.dout_t[None, None, None, state.index]
-        wgmma.issue(ops.mmas[2], acc, self.config.tile_m // 16, ops.p, dout, accumulate=True)
+        wgmma.issue(ops.mmas[2], acc, self.rows // 16, ops.p, dout, accumulate=True)
 
-    def issue_dk(self, ops, acc, state):
+    def issue_dk(self, ops, acc, state, fence=False):
         """Starts dK += dS^T Q."""
         q = ops.q_t[None, None, None, state.index]
-        wgmma.issue(
-            ops.mmas[3], acc, self.config.tile_m // 16, ops.ds_t, q, fence=False, accumulate=True
+        wgmma.issue(ops.mmas[3], acc, self.rows // 16, ops.ds_t, q, fence=fence, accumulate=True)
+
+    # INT8 dV or dK: each step ends what it begins.
+
+    def share_of(self, smem, wq):
+        """Shared memory as a warpgroup sees it that takes its part of a tile's queries."""
+        rows, d, cols, stages = self.rows, self.dim, self.columns, self.config.num_stages
+        if self.query_wgs == 1:
+            return smem
+
+        def part(t, columns, transposed=False):
+            if transposed:
+                return cute.local_tile(t, (columns, rows, stages), (0, wq, 0))
+            return cute.local_tile(t, (rows, columns, stages), (wq, 0, 0))
+
+        return smem._replace(
+            q=part(smem.q, d),
+            dout=None if self.one_dout else part(smem.dout, d),
+            values=(
+                part(smem.values[0], self.dout_columns, self.int8_dv),
+                part(smem.values[1], cols, self.int8_dk),
+            ),
+            stats=[cute.domain_offset((0, rows // 2 * wq, 0), t) for t in smem.stats],
         )
+
+    def operands_int8(self, tidx, smem, mmas):
+        """Operands of the INT8 ones among dV and dK; None for the other."""
+        values, groups = [], []
+        slot = cute.make_layout(self.key_wgs, stride=128)(
+            cute.arch.make_warp_uniform(tidx // 128) % self.key_wgs
+        )
+        keys = self.problem.dv_keys, self.problem.dk_keys
+        for mma, t, n in zip(mmas[2:], smem.values, keys, strict=True):
+            if n:
+                values.append(partial(self.slice_of, mma, mma.get_slice(slot), t))
+                rows = 1 if n == 1 else 0
+                groups.append(bwd_int8.group_of(rows, self.query_wgs, tidx))
+            else:
+                values.append(None)
+                groups.append(None)
+        return BwdInt8Operands(values, smem.channels, groups, smem.maxima)
+
+    def slice_of(self, mma, thread, t, n):
+        """B of a slice of the columns."""
+        shape = SLICE, self.rows, self.config.num_stages
+        return mma.make_fragment_B(thread.partition_B(cute.local_tile(t, shape, (n, 0, 0))))
+
+    @cute.jit
+    def consume_int8(self, tidx, gmem, smem, pipes, work, scale, mmas):
+        """A consumer warpgroup: dK and dV of its 64 keys, or what its queries bring to them."""
+        c, span = self.config, work.span
+        wg = cute.arch.make_warp_uniform(tidx // 128)
+        wk, wq = (wg, 0) if const_expr(self.query_wgs == 1) else (0, wg)
+        of_keys = tidx if const_expr(self.query_wgs == 1) else tidx % 128
+        mine = self.share_of(smem, wq)
+        ops = self.operands(of_keys, wk, gmem, mine, work, mmas)
+        seen = [first - self.rows * wq for first in ops.first_seen]
+        ops = ops._replace(first_seen=seen)
+        more = self.operands_int8(tidx, mine, mmas)
+        shape = c.tile_n, self.columns
+        acc_dV = cute.make_rmem_tensor(mmas[2].partition_shape_C(shape), Float32)
+        acc_dK = cute.make_rmem_tensor(mmas[3].partition_shape_C(shape), Float32)
+        acc_dK.fill(0.0)
+        acc_dV.fill(0.0)
+        phase = Int32(0)
+        pipes.kept.consumer_wait(loading.consumer_state(1))
+        walk = partial(self.walk_int8, ops, more, pipes, acc_dK, acc_dV, span)
+        for _ in cutlass.range(work.group, unroll=1):
+            for g in cutlass.range(0, span.num_masked, unroll=1):
+                walk(g, phase, True)
+                phase = phase ^ 1
+            for g in cutlass.range(span.num_masked, span.num_groups, unroll=1):
+                walk(g, phase, False)
+                phase = phase ^ 1
+        if const_expr(self.query_wgs > 1):
+            self.add_up(smem.partial, tidx, wq, acc_dK, acc_dV)
+            if wq == 0:
+                self.store(gmem, work, mmas[3], acc_dK, gmem.out[0], scale)
+            else:
+                self.store(gmem, work, mmas[2], acc_dV, gmem.out[1], Float32(1.0))
+        else:
+            self.store(gmem, work, mmas[3], acc_dK, gmem.out[0], scale)
+            self.store(gmem, work, mmas[2], acc_dV, gmem.out[1], Float32(1.0))
+
+    def walk_int8(self, ops, more, pipes, acc_dK, acc_dV, span, group, phase, masked: bool):
+        """Steps on a group of tiles, as many as there are buffers."""
+        stages = self.config.num_stages
+        for n in range(stages):
+            m = span.first + group * stages + n if masked else 0
+            self.step_int8(ops, more, pipes, acc_dK, acc_dV, Slot(n, phase), m, masked)
+
+    @cute.jit
+    def step_int8(self, ops, more, pipes, acc_dK, acc_dV, now, m, masked: cutlass.Constexpr[bool]):
+        """P, dS, dV and dK of tile m."""
+        pipes.codes.consumer_wait(now)
+        if const_expr(self.one_dout):
+            pipes.values.consumer_wait(now)
+        acc_S = cute.make_rmem_tensor(ops.s_shape, Int32)
+        acc_dP = cute.make_rmem_tensor(ops.s_shape, Int32 if self.int8_dp else Float32)
+        self.issue_scores(ops, acc_S, acc_dP, now)
+        seen = None
+        if const_expr(masked):
+            seen = [ops.first_seen[r] - m * self.config.tile_m for r in range(2)]
+        visible = (lambda r, j, c: 8 * j + c >= seen[r]) if const_expr(masked) else None
+
+        columns = self.statistics(ops, now.index, 0, self.config.ahead)
+        warpgroup.wait_group(1)
+        bwd_int8.probabilities(acc_S, partial(self.exponent, ops, columns), visible)
+        p, jobs = cute.recast_tensor(acc_S, Float32), []
+        if const_expr(self.int8_dv):
+            jobs.append(self.job(more, 0, ops.mmas[2], acc_dV, p, ops.p, ops.p_words, now.index))
+        else:
+            bwd_int8.pack(p, ops.p_words, self.dtype)
+
+        columns = self.statistics(ops, now.index, 1, 2 * self.config.ahead)
+        warpgroup.wait_group(0)
+        bwd_int8.gradients(acc_dP, p, partial(self.difference, ops, columns), visible)
+        ds = cute.recast_tensor(acc_dP, Float32)
+        if const_expr(self.int8_dk):
+            jobs.append(
+                self.job(more, 1, ops.mmas[3], acc_dK, ds, ops.ds_t, ops.ds_words, now.index)
+            )
+        else:
+            bwd_int8.pack(ds, ops.ds_words, BFloat16)
+        pipes.codes.consumer_release(now)
+        if const_expr(not self.one_dout):
+            pipes.values.consumer_wait(now)
+        if const_expr(not self.int8_dv):
+            self.issue_dv(ops, acc_dV, now)
+        if const_expr(not self.int8_dk):
+            self.issue_dk(ops, acc_dK, now, fence=True)
+        bwd_int8.run(jobs)
+        pipes.values.consumer_release(now)
+
+    def job(self, more, which, mma, acc, x, a, words, stage):
+        """Quantizes P or dS, and says what its product is."""
+        sMax = more.maxima[None, which, stage]
+        again = self.config.num_stages == 1
+        scales = bwd_int8.quantize(x, words, more.groups[which], sMax, again)
+        b = lambda n: more.values[which](n)[None, None, None, stage]
+        channels = more.channels[which][0, None, stage]
+        return bwd_int8.Job(mma, acc, a, b, scales, channels, self.rows // 32)
+
+    @cute.jit
+    def add_up(self, sums, tidx, wq, acc_dK, acc_dV):
+        """DK of the first warpgroup and dV of the second one become those of both."""
+        thread, size = tidx % 128, const_expr(cute.size(acc_dK))
+        everyone = const_expr(128 * self.config.num_consumer_wgs)
+        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=everyone)
+        for i in cutlass.range_constexpr(size):
+            sums[thread, i, wq] = ptx.select(wq == 0, acc_dV[i], acc_dK[i])
+        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=everyone)
+        for i in cutlass.range_constexpr(size):
+            other = sums[thread, i, 1 - wq]
+            acc_dK[i] = acc_dK[i] + other
+            acc_dV[i] = acc_dV[i] + other
 
     @cute.jit
     def store(self, gmem, work, mma, acc, target, factor):
         """A 64-key share of dK or dV."""
         c, tile = self.config, work.tile
         tidx = ptx.thread_index() - 128
+        if const_expr(self.query_wgs > 1):
+            tidx = tidx % 128
         identity = cute.make_identity_tensor((c.tile_n, self.columns))
         first = mma.get_slice(tidx).partition_C(identity)[0]
         gX = target[tile.batch, tile.head, None, None]

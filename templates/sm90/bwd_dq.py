@@ -10,12 +10,13 @@ from cutlass import BFloat16, Float32, Int8, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from sage_cute.config import ARCHS, Status
-from sage_cute.config.bwd import BwdProblem, BwdTileConfig, supports_bwd
+from sage_cute.config.bwd import SLICE, BwdProblem, BwdTileConfig, supports_bwd
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
+from sage_cute.templates.blocks import bwd_int8, bwd_scores, loading, ptx
 from sage_cute.templates.blocks import bwd_products as products
-from sage_cute.templates.blocks import bwd_scores, loading, ptx
 from sage_cute.templates.blocks.bwd_params import (
+    BwdInt8Operands,
     BwdPipes,
     BwdQueryOperands,
     BwdShared,
@@ -70,6 +71,9 @@ class SageBwdDqSm90(AttnTemplate):
         self.dim = problem.padded_dim
         self.int8_dp = problem.dp == "int8"
         self.v_type = Int8 if self.int8_dp else self.dtype
+        self.int8_dq = problem.dq_rows > 0
+        # a scale for queries whose do_scale differ is one of dS with do_scale in it
+        self.true_ds = problem.dq_rows > 1 and self.int8_dp
         self.wgs, self.stages = config.dq_num_consumer_wgs, config.dq_num_stages
         self.tile_m, self.tile_n = 64 * config.dq_num_consumer_wgs, config.dq_tile_n
         self.k_uniform = problem.block_k % config.dq_tile_n == 0
@@ -87,17 +91,21 @@ class SageBwdDqSm90(AttnTemplate):
         q_codes: cute.Tensor,
         k_codes: cute.Tensor,
         v: cute.Tensor,
-        k_hat: cute.Tensor,
+        k_dq: cute.Tensor,
         dout: cute.Tensor,
         stats: cute.Tensor,
         k_scale: cute.Tensor,
         v_scale: cute.Tensor | None,
+        k_t_scale: cute.Tensor | None,
         dq: cute.Tensor,
         rows: Int32,
         scale: Float32,
         stream: cuda.CUstream,
     ):
-        """Launches the kernel, one CTA a tile of queries. dout: int8 of the rows, or as given."""
+        """Launches the kernel, one CTA a tile of queries.
+
+        k_dq is k_hat or k_t. dout: int8 of the rows, or as given.
+        """
         d = self.dim
         rows_first = loading.rows_first
         layouts = self.layouts()
@@ -105,7 +113,11 @@ class SageBwdDqSm90(AttnTemplate):
         k = loading.tma(rows_first(k_codes), layouts.k, (self.tile_n, d))
         v_ = loading.tma(rows_first(v), layouts.v, (self.tile_n, d))
         do = loading.tma(rows_first(dout), layouts.dout, (self.tile_m, d))
-        kh = loading.tma(rows_first(k_hat), layouts.k_hat, (self.tile_n, d))
+        kh_tile = (d, self.tile_n) if const_expr(self.int8_dq) else (self.tile_n, d)
+        kh = loading.tma(rows_first(k_dq), layouts.k_hat, kh_tile)
+        channels = None, None
+        if const_expr(self.int8_dq):
+            channels = loading.tma(rows_first(k_t_scale), self.channel_layout(), (1, d))
         array, stages = products.array, self.stages
 
         @cute.struct
@@ -117,14 +129,16 @@ class SageBwdDqSm90(AttnTemplate):
             dout: array(self.v_type, cute.cosize(layouts.dout))
             k: array(Int8, cute.cosize(layouts.k))
             v: array(self.v_type, cute.cosize(layouts.v))
-            k_hat: array(BFloat16, cute.cosize(layouts.k_hat))
+            k_hat: array(Int8 if self.int8_dq else BFloat16, cute.cosize(layouts.k_hat))
             scales: array(Float32, self.tile_n * 2 * stages, 128)
+            channels: array(Float32, d * stages if self.int8_dq else 0, 128)
+            maxima: array(Float32, 32 * stages if self.int8_dq else 0, 128)
 
         self.Storage = Storage
         num_tiles = cute.ceil_div(rows, self.tile_m) * dq.shape[0] * dq.shape[1]
         self.kernel(
-            BwdTensors(q[0], k[0], v_[0], do[0], kh[0], None, None, None, None),
-            BwdTensors(q[1], k[1], v_[1], do[1], kh[1], stats, k_scale, v_scale, dq),
+            BwdTensors(q[0], k[0], v_[0], do[0], kh[0], None, None, None, None, channels[0]),
+            BwdTensors(q[1], k[1], v_[1], do[1], kh[1], stats, k_scale, v_scale, dq, channels[1]),
             rows,
             scale,
             (layouts.q, layouts.k, layouts.v, layouts.dout, layouts.k_hat),
@@ -141,7 +155,7 @@ class SageBwdDqSm90(AttnTemplate):
         return (
             products.scores_mma(self.wgs, self.tile_n, Int8),
             products.scores_mma(self.wgs, self.tile_n, self.v_type),
-            products.gradient_mma(self.wgs, self.dim, BFloat16),
+            products.gradient_mma(self.wgs, self.dim, BFloat16, int8=self.int8_dq),
         )
 
     def layouts(self):
@@ -152,8 +166,15 @@ class SageBwdDqSm90(AttnTemplate):
             dout=make(self.v_type, d, (self.tile_m, d)),
             k=make(Int8, d, (self.tile_n, d, self.stages)),
             v=make(self.v_type, d, (self.tile_n, d, self.stages)),
-            k_hat=make(BFloat16, d, (self.tile_n, d, self.stages)),
+            k_hat=make(Int8, self.tile_n, (d, self.tile_n, self.stages))
+            if self.int8_dq
+            else make(BFloat16, d, (self.tile_n, d, self.stages)),
         )
+
+    def channel_layout(self):
+        """Scales of the channels of K^T in shared memory."""
+        d = self.dim
+        return cute.make_layout((1, d, self.stages), stride=(d, 1, d))
 
     @cute.kernel
     def kernel(
@@ -176,7 +197,12 @@ class SageBwdDqSm90(AttnTemplate):
         pipes = BwdPipes(
             kept=pipe(storage.kept_barriers, 1, 1, tx_bytes=kept),
             codes=pipe(storage.codes_barriers, stages, 2, tx_bytes=codes),
-            values=pipe(storage.values_barriers, stages, 1, tx_bytes=self.tile_n * d * 2),
+            values=pipe(
+                storage.values_barriers,
+                stages,
+                1,
+                tx_bytes=self.tile_n * d + 4 * d if self.int8_dq else self.tile_n * d * 2,
+            ),
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -189,6 +215,12 @@ class SageBwdDqSm90(AttnTemplate):
             dout=tensor(storage.dout, dout),
             values=tensor(storage.k_hat, k_hat),
             stats=storage.scales.get_tensor(cute.make_layout((self.tile_n, 2, stages))),
+            channels=storage.channels.get_tensor(self.channel_layout())
+            if const_expr(self.int8_dq)
+            else None,
+            maxima=storage.maxima.get_tensor(cute.make_layout((32, stages)))
+            if const_expr(self.int8_dq)
+            else None,
         )
         work = self.work(gmem, rows)
         if warp_index < 4:
@@ -199,7 +231,10 @@ class SageBwdDqSm90(AttnTemplate):
                 self.load_scales(gmem, smem, pipes, work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+            if const_expr(self.int8_dq):
+                self.consume_int8(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+            else:
+                self.consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
 
     def work(self, gmem, rows):
         """What this CTA works on."""
@@ -250,7 +285,18 @@ class SageBwdDqSm90(AttnTemplate):
         )
         sK, tK = loading.partition(tma.k, smem.k, tiles(gmem.k))
         sV, tV = loading.partition(tma.v, smem.v, tiles(gmem.v))
-        sKh, tKh = loading.partition(tma.values, smem.values, tiles(gmem.values))
+        if const_expr(self.int8_dq):
+            k_tiles = cute.local_tile(
+                gmem.values[None, None, kv_head, tile.batch], (d, self.tile_n), (0, None)
+            )
+            sScale, tScale = loading.partition(
+                tma.channels,
+                smem.channels,
+                cute.local_tile(gmem.channels[None, None, kv_head, tile.batch], (1, d), (None, 0)),
+            )
+        else:
+            k_tiles = tiles(gmem.values)
+        sKh, tKh = loading.partition(tma.values, smem.values, k_tiles)
         for i in cutlass.range(span.num_tiles, unroll=1):
             j, at = span.first - i, state.index
             pipes.codes.producer_acquire(state)
@@ -260,6 +306,8 @@ class SageBwdDqSm90(AttnTemplate):
             pipes.values.producer_acquire(state)
             bar = pipes.values.producer_get_barrier(state)
             cute.copy(tma.values, tKh[None, j], sKh[None, at], tma_bar_ptr=bar)
+            if const_expr(self.int8_dq):
+                cute.copy(tma.channels, tScale[None, j], sScale[None, at], tma_bar_ptr=bar)
             state.advance()
 
     @cute.jit
@@ -296,7 +344,8 @@ class SageBwdDqSm90(AttnTemplate):
         shape = self.tile_m, self.tile_n
         first = mma_s.get_slice(tidx).partition_C(cute.make_identity_tensor(shape))[0]
         ds = mma_dq.make_fragment_A(mma_dq.partition_shape_A(shape))
-        k_t = products.turned(smem.values, self.dim, self.tile_n, self.stages)
+        if not self.int8_dq:
+            k_t = products.turned(smem.values, self.dim, self.tile_n, self.stages)
         q_scale, lse, delta = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
         visible = []
         stats = gmem.stats[work.tile.batch, work.tile.head, None, None]
@@ -305,6 +354,8 @@ class SageBwdDqSm90(AttnTemplate):
             four = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(stats[cutlass.min(row, work.rows - 1), None], four)
             q_scale[r], lse[r], delta[r] = four[0], four[1], four[2]
+            if self.true_ds:  # P times do_scale
+                lse[r] = lse[r] - ptx.log2(four[3])
             seen = visible_keys(row, work.seqlen_k, work.offset, causal=self.problem.is_causal)
             visible.append(seen - first[1])
         return BwdQueryOperands(
@@ -314,7 +365,7 @@ class SageBwdDqSm90(AttnTemplate):
             dout=mma_dp.make_fragment_A(dp.partition_A(smem.dout)),
             v=mma_dp.make_fragment_B(dp.partition_B(smem.v)),
             ds=ds,
-            k_t=mma_dq.make_fragment_B(dq.partition_B(k_t)),
+            k_t=None if self.int8_dq else mma_dq.make_fragment_B(dq.partition_B(k_t)),
             ds_words=bwd_scores.as_words(ds),
             s_shape=mma_s.partition_shape_C(shape),
             stats=smem.stats,
@@ -468,6 +519,81 @@ class SageBwdDqSm90(AttnTemplate):
         k_t = ops.k_t[None, None, None, state.index]
         wgmma.issue(ops.mmas[2], acc, self.tile_n // 16, ops.ds, k_t, fence=False, accumulate=True)
 
+    # INT8 dQ: each step ends what it begins.
+
+    def operands_int8(self, tidx, wg, smem, mma):
+        """Operands of an INT8 dQ."""
+        thread = mma.get_slice(cute.make_layout(self.wgs, stride=128)(wg))
+
+        def slice_of(n):
+            shape = SLICE, self.tile_n, self.stages
+            tile = cute.local_tile(smem.values, shape, (n, 0, 0))
+            return mma.make_fragment_B(thread.partition_B(tile))
+
+        rows = self.problem.dq_rows
+        whole = const_expr(rows > 8)
+        group = bwd_int8.group_of(0 if whole else rows, rows // 64 if whole else 1, tidx)
+        return BwdInt8Operands(slice_of, smem.channels, group, smem.maxima)
+
+    @cute.jit
+    def consume_int8(self, tidx, gmem, smem, pipes, work, scale, mmas):
+        """A consumer warpgroup: dQ of its 64 queries."""
+        span = work.span
+        wg = cute.arch.make_warp_uniform(tidx // 128)
+        ops = self.operands(tidx, wg, gmem, smem, work, mmas)
+        more = self.operands_int8(tidx, wg, smem, mmas[2])
+        out_shape = mmas[2].partition_shape_C((self.tile_m, self.dim))
+        acc_dQ = cute.make_rmem_tensor(out_shape, Float32)
+        acc_dQ.fill(0.0)
+        phase = Int32(0)
+        pipes.kept.consumer_wait(loading.consumer_state(1))
+        walk = partial(self.walk_int8, ops, more, pipes, acc_dQ, span)
+        for g in cutlass.range(0, span.num_masked, unroll=1):
+            walk(g, phase, True)
+            phase = phase ^ 1
+        for g in cutlass.range(span.num_masked, span.num_groups, unroll=1):
+            walk(g, phase, False)
+            phase = phase ^ 1
+        self.store(gmem, work, mmas[2], acc_dQ, scale)
+
+    def walk_int8(self, ops, more, pipes, acc_dQ, span, group, phase, masked: bool):
+        """Steps on a group of tiles, as many as there are buffers."""
+        for n in range(self.stages):
+            j = span.first - group * self.stages - n if masked else 0
+            self.step_int8(ops, more, pipes, acc_dQ, Slot(n, phase), j, masked)
+
+    @cute.jit
+    def step_int8(self, ops, more, pipes, acc_dQ, now, j, masked: cutlass.Constexpr[bool]):
+        """P, dS and dQ of tile j."""
+        pipes.codes.consumer_wait(now)
+        acc_S = cute.make_rmem_tensor(ops.s_shape, Int32)
+        acc_dP = cute.make_rmem_tensor(ops.s_shape, Int32 if self.int8_dp else Float32)
+        self.issue_scores(ops, acc_S, acc_dP, now)
+        left = None
+        if const_expr(masked):
+            left = [ops.visible[r] - j * self.tile_n for r in range(2)]
+        visible = (lambda r, g, c: 8 * g + c < left[r]) if const_expr(masked) else None
+        factors = self.factors(ops, now.index)
+        of_k = None if const_expr(self.k_uniform) else self.scales(ops, now.index, 0)
+        of_v = self.scales(ops, now.index, 1) if const_expr(self.int8_dp) else None
+
+        warpgroup.wait_group(1)
+        bwd_int8.probabilities(acc_S, partial(self.exponent, ops, of_k, factors), visible)
+        warpgroup.wait_group(0)
+        p = cute.recast_tensor(acc_S, Float32)
+        bwd_int8.gradients(acc_dP, p, partial(self.difference, ops, of_v), visible)
+        pipes.codes.consumer_release(now)
+        ds, at = cute.recast_tensor(acc_dP, Float32), now.index
+        again = self.stages == 1
+        scales = bwd_int8.quantize(ds, ops.ds_words, more.groups, more.maxima[None, at], again)
+        pipes.values.consumer_wait(now)
+        b = lambda n: more.values(n)[None, None, None, at]
+        channels = more.channels[0, None, at]
+        bwd_int8.run(
+            [bwd_int8.Job(ops.mmas[2], acc_dQ, ops.ds, b, scales, channels, self.tile_n // 32)]
+        )
+        pipes.values.consumer_release(now)
+
     @cute.jit
     def store(self, gmem, work, mma, acc, scale):
         """A 64-query share of dQ, with do_scale, which dS was divided by."""
@@ -480,7 +606,7 @@ class SageBwdDqSm90(AttnTemplate):
         for r in cutlass.range_constexpr(2):
             row = tile.block * self.tile_m + first[0] + 8 * r
             if row < work.rows:
-                factor = scale * stats[row, 3]
+                factor = scale if const_expr(self.true_ds) else scale * stats[row, 3]
                 for j in cutlass.range_constexpr(self.problem.head_dim // 8):
                     pair = cute.make_rmem_tensor(2, self.dtype)
                     for x in cutlass.range_constexpr(2):

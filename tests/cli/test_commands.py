@@ -96,7 +96,7 @@ def test_a_mistake_is_one_line(arguments, message) -> None:
 
 def test_info_for_people_and_for_scripts(tmp_path) -> None:
     shown = run("info").output
-    document = run_json("info", "--shape", "1,8,2,100,200,64", "--policy", "sagebwd")
+    document = run_json("info", "--shape", "1,8,2,100,200,64", "--policy", "sagebwd:s=16bit")
     assert {"gpus", "versions", "kernels", "tables", "environment", "call"} <= set(document)
     for name in env.VARIABLES:
         assert name in shown and name in document["environment"]

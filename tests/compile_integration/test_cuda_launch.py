@@ -116,7 +116,7 @@ PROGRAM = textwrap.dedent("""
                             assert torch.equal(a, b)
                         assert torch.equal(k_mean, expected.saved.k_mean)
 
-    for policy in ("fast", "accurate"):
+    for policy in ("fast", "accurate", "sagebwd", "int8"):
         POLICY = resolve(policy)
         for sq, sk in ((70, 70), (90, 40), (0, 5)):
             q, k, V = (torch.randn(2, h, s, 64, dtype=torch.bfloat16)

@@ -20,10 +20,9 @@ ARCH = ARCHS["sm_90a"]
 CASES = [
     (direction, Call(policy, head_dim, "bfloat16", causal))
     for direction in SPACES
-    for policy in ("fast", "accurate", "sagebwd")
+    for policy in ("fast", "accurate", "sagebwd", "int8")
     for head_dim in (64, 128, 256)
     for causal in (False, True)
-    if not (direction == "bwd" and policy == "sagebwd")  # has no backward kernel
 ]
 ids = lambda case: case if isinstance(case, str) else "-".join(map(str, case))
 
@@ -120,6 +119,15 @@ def test_tile_n_is_the_policys_whatever_the_tuner_says() -> None:
     for policy, block_k in (("fast", 128), ("sagebwd", 64)):
         problem = problem_of("fwd", Call(policy, 64, "bfloat16", False))
         assert {c.tile_n for c in FORWARD.configs(problem)} == {block_k}
+
+
+def test_tiles_of_int8_gradients_are_the_policys_whatever_the_tuner_says() -> None:
+    for policy, tile_m in (("int8", 64), ("sagebwd", 128)):
+        problem = problem_of("bwd", Call(policy, 64, "bfloat16", False))
+        configs = BACKWARD.configs(problem)
+        assert {(c.tile_m, c.query_wgs, c.dq_tile_n) for c in configs} == {
+            (tile_m, tile_m // 64, 64)
+        }
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ import sys
 dump = pathlib.Path(sys.argv[1])
 os.environ.update(CUTE_DSL_ARCH="sm_90a", CUTE_DSL_KEEP="ptx", CUTE_DSL_DUMP_DIR=str(dump))
 
+import torch  # noqa: E402
+
 from sage_cute.compile import bwd_launch  # noqa: E402
 from sage_cute.compile.compiler import compile_plan  # noqa: E402
 from sage_cute.compile.plan import fwd_plan  # noqa: E402
 from sage_cute.config import AttnProblem  # noqa: E402
-from sage_cute.config.bwd import BwdProblem  # noqa: E402
 from sage_cute.policies import resolve  # noqa: E402
 
 INT8 = r"[^;]*\.s32\.[su]8\.s8"
@@ -27,12 +28,12 @@ INT8 = r"[^;]*\.s32\.[su]8\.s8"
 
 def compile_case(head_dim, dtype, causal, policy, kernel="forward", **_):
     """Leaves PTX in the folder."""
-    problem = BwdProblem if kernel != "forward" else AttnProblem
-    problem = problem.of(resolve(policy), head_dim=head_dim, dtype=dtype, is_causal=causal)
     if kernel == "forward":
+        problem = AttnProblem.of(resolve(policy), head_dim=head_dim, dtype=dtype, is_causal=causal)
         compile_plan(fwd_plan(problem))
     else:
-        getattr(bwd_launch, f"_compile_{kernel}")(bwd_launch.bwd_plan(problem))
+        plan = bwd_launch._plan(resolve(policy), head_dim, getattr(torch, dtype), causal, None)
+        getattr(bwd_launch, f"_compile_{kernel}")(plan)
 
 
 def assemble(ptx: str) -> dict:
