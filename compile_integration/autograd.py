@@ -175,12 +175,27 @@ def _out_lse_mean(ops: Ops, needs_grad: bool, *inputs: Any) -> tuple[Tensor, Ten
     return outputs
 
 
+def _may_be_dtensor(q: Tensor) -> bool:
+    """Whether to import DTensor, which takes a second: once a subclass shows up and it is there."""
+    return type(q) is not Tensor and "torch.distributed.tensor" in sys.modules
+
+
 def _know_dtensor(q: Tensor) -> None:
-    """Registers sharding rules once a subclass shows up and DTensor is there (it takes ~1 s)."""
-    if type(q) is not Tensor and "torch.distributed.tensor" in sys.modules:
+    """Registers sharding rules when they may be needed."""
+    if _may_be_dtensor(q):
         from sage_cute.compile_integration.sharding import register_sharding_rules
 
         register_sharding_rules()
+
+
+def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What a packed batch refuses by the kind of its tensors."""
+    check_dense(q, k, v)
+    if _may_be_dtensor(q):
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(q, DTensor):
+            raise UnsupportedError(f"sage.attn_varlen: not supported: {REFUSED['packed DTensor']}")
 
 
 def _of_the_original_k(lse: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -262,7 +277,7 @@ def attn_varlen(
     policy: str = "default",
 ) -> Tensor:
     """``sage::attn_varlen``: see :func:`sage_cute.attention_varlen`."""
-    check_dense(q, k, v)
+    _check_packed(q, k, v)
     policy, window = canonical(policy), (window_left, window_right)
     needs_grad = _needs_grad(q, k, v)
     if needs_grad:
@@ -289,7 +304,7 @@ def attn_varlen_with_lse(
     policy: str = "default",
 ) -> tuple[Tensor, Tensor]:
     """``sage::attn_varlen_with_lse``: LSE (heads, total_q) as that of ``attn_with_lse``."""
-    check_dense(q, k, v)
+    _check_packed(q, k, v)
     policy, window = canonical(policy), (window_left, window_right)
     needs_grad = _needs_grad(q, k, v)
     if needs_grad:
