@@ -531,10 +531,10 @@ void tensor_copy(Cta& c, Warp& w, const Ins& i, u32 mask) {
     });
 }
 
-int element_size(u32 flags) {  // of the types seen: int8, float16, bfloat16
+int element_size(u32 flags) {  // of the types seen: int8, float16, float32, bfloat16
     int type = flags >> 7 & 15;
-    if (type != 0 && type != 6 && type != 10) fault("a tensor map of unknown element type %d (flags %#x)", type, flags);
-    return type ? 2 : 1;
+    if (type != 0 && type != 6 && type != 7 && type != 10) fault("a tensor map of unknown element type %d (flags %#x)", type, flags);
+    return type == 7 ? 4 : type ? 2 : 1;
 }
 
 void Cta::copy(const Copy& c) {

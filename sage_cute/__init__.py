@@ -6,7 +6,7 @@ Importing this registers the ops. It needs no GPU, no driver and no CuTe DSL.
 import sage_cute.compile_integration  # noqa: F401  registers torch.ops.sage
 from sage_cute import errors, nn
 from sage_cute._version import __version__
-from sage_cute.api import attention
+from sage_cute.api import attention, attention_varlen
 from sage_cute.diagnosis import diagnose
 from sage_cute.merge import merge_attention
 from sage_cute.policies import policies
@@ -16,6 +16,7 @@ __all__ = [
     "Support",
     "__version__",
     "attention",
+    "attention_varlen",
     "diagnose",
     "errors",
     "is_supported",

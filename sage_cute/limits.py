@@ -22,7 +22,7 @@ MASKS: Final = {
     "window": "sliding window",
     "key_lengths": "padding mask (key lengths)",
     "k_mean": "given mean of K (k_mean)",
-    "packed": "packed sequences of different lengths",
+    "packed": "packed batch of sequences of different lengths",
 }
 """What a call may ask for beyond plain attention. Every family attends without."""
 
@@ -127,7 +127,7 @@ CPU: Final = Family(
         "window": BOTH,
         "key_lengths": BOTH,
         "k_mean": BOTH,
-        "packed": NEITHER,
+        "packed": BOTH,
     },
     rules={"forward": (), "backward": ()},
 )
@@ -172,8 +172,10 @@ FAMILIES: Final = (CPU, HOPPER)
 
 REFUSED: Final = {
     "head_dim of v": "a head_dim of v other than that of q and k: pad the smaller with zeros",
-    "attn_mask": "an arbitrary mask (attn_mask): only the masks above",
-    "nested": "nested tensors: pad them to one length",
+    "attn_mask": "an arbitrary mask (attn_mask): for padding at the end pass key_lengths, for a "
+    "band around the diagonal causal and window, and for sequences of different lengths use "
+    "attention_varlen",
+    "nested": "nested tensors: pass their values() and offsets().int() to attention_varlen",
     "sparse": "sparse tensors: call to_dense() first",
     "dropout": "dropout in attention: use torch's scaled_dot_product_attention where it is needed",
     "double backward": "double backward: there is no gradient of its gradient; use torch's "

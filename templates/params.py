@@ -41,13 +41,14 @@ class FwdPipes(NamedTuple):
 class FwdWork(NamedTuple):
     """Dynamic sizes of the problem."""
 
-    seqlen_q: Any
+    seqlen_q: Any  # of the tensors
     seqlen_k: Any
     num_heads: Any
-    batch: Any
+    batch: Any  # sequences
     group: Any
     num_m_blocks: Any
     num_tiles: Any
+    bounds: Any
 
 
 class FwdOperands(NamedTuple):
@@ -86,8 +87,17 @@ class FwdStates(NamedTuple):
 class FwdMask(NamedTuple):
     """What a thread's rows see."""
 
-    visible: Any  # keys that each of its two rows sees, less its first column
+    first: Any  # the first key that each of its two rows sees, less its first column; or None
+    end: Any  # keys below it are seen, likewise
     whole: Any  # key blocks that all rows of its warpgroup see whole
+
+    def of_block(self, j, tile_n: int):
+        """(r, column) -> whether row r sees a column of block j, counted from the thread's."""
+        end = [self.end[r] - j * tile_n for r in range(2)]
+        if self.first is None:
+            return lambda r, column: column < end[r]
+        first = [self.first[r] - j * tile_n for r in range(2)]
+        return lambda r, column: (column < end[r]) & (column >= first[r])
 
 
 class Rows(NamedTuple):

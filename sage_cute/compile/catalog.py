@@ -11,6 +11,7 @@ import torch
 from sage_cute.compile import bwd_launch, launch, quant_launch, tensors
 from sage_cute.compile.compiler import compile_plan
 from sage_cute.compile.kernel import Kernel
+from sage_cute.compile.visibility import Static
 from sage_cute.config import AttnProblem
 from sage_cute.config.bwd import BwdProblem
 from sage_cute.policies import resolve
@@ -39,7 +40,7 @@ def problem_of(direction: str, call: Call) -> AttnProblem | BwdProblem:
 
 
 def _arguments(call: Call) -> tuple[Any, ...]:
-    return resolve(call.policy), call.head_dim, DTYPES[call.dtype], call.is_causal
+    return resolve(call.policy), call.head_dim, DTYPES[call.dtype], Static(call.is_causal)
 
 
 def _forward(call: Call, config: Any) -> Iterator[Kernel]:

@@ -13,6 +13,7 @@ from sage_cute.compile import aot
 from sage_cute.compile.cache import kernel_cache
 from sage_cute.compile.kernel import DEFAULT_ARCH, Kernel
 from sage_cute.compile.plan import CompilePlan
+from sage_cute.compile.visibility import numbers, vectors
 
 log = logging.getLogger("sage_cute")
 _LOCK = threading.Lock()
@@ -110,11 +111,15 @@ def compile_plan(plan: CompilePlan) -> Any:
         fake(dtype, batch, heads, seqlen_q, d, divisible=8, align=16),
         fake(cutlass.Float32, batch, heads, seqlen_q),
     )
+    max_q, _ = numbers(problem.lengths == "packed")
     return cute.compile(
         SageFwdSm90(problem, plan.config),
         *tensors,
         cutlass.Float32(0.0),
         cutlass.Int32(1),
+        *numbers(problem.window),
+        *vectors(problem.lengths),
+        max_q,
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",
     )

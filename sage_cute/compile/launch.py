@@ -12,7 +12,9 @@ from torch import Tensor
 from sage_cute.compile.compiler import compiled
 from sage_cute.compile.plan import CompilePlan, fwd_plan
 from sage_cute.compile.tensors import DTYPES, LOG2_E, check_output, code_rows, num_sms
+from sage_cute.compile.visibility import EVERYTHING, Layout, Packed, Static, Visibility, Window
 from sage_cute.config import AttnProblem, FwdTileConfig, Status
+from sage_cute.config.problem import Lengths
 from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
 from sage_cute.limits import HOPPER
 
@@ -23,10 +25,18 @@ V_SCALE_FORM: Final = "scale"
 """What ``v_scale`` holds, per token too: the dequantization multiplier itself."""
 
 
-def supports(policy: Policy, *, head_dim: int, dtype: torch.dtype, is_causal: bool) -> Status:
+def supports(
+    policy: Policy,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    window: bool = False,
+    lengths: Lengths = "dense",
+) -> Status:
     """Whether a forward kernel exists for a call; the reason if not."""
     try:
-        _plan(policy, head_dim, dtype, is_causal, None)
+        _plan(policy, head_dim, dtype, Static(is_causal and not window, window, lengths), None)
     except (UnsupportedError, DTypeError) as error:
         return Status(False, str(error))
     return Status(True)
@@ -45,9 +55,15 @@ def forward(
     scale: float,
     is_causal: bool,
     policy: Policy,
+    window: Window = EVERYTHING,
+    key_lengths: Tensor | None = None,
+    packed: Packed | None = None,
     config: FwdTileConfig | None = None,
 ) -> None:
     """Attention of quantized tensors into ``out`` and ``lse``.
+
+    A packed batch comes as tensors of batch 1 that hold all tokens; scales of blocks and padded
+    keys lie as ``templates.blocks.seqlen`` says, and tokens of no sequence are not written.
 
     Args:
         q_codes: int8 (batch, heads, seqlen_q, head_dim), head_dim contiguous and rows on 16 bytes
@@ -63,15 +79,20 @@ def forward(
         scale: softmax scale, any number.
         is_causal: query i sees key j iff j <= i + seqlen_k - seqlen_q.
         policy: the mix.
+        window: (left, right): query i sees keys from i + seqlen_k - seqlen_q - left to ... + right;
+            None: no bound. Both at least 0.
+        key_lengths: int32 (batch,): keys from there on do not count; None: all do.
+        packed: offsets of a packed batch; None: a dense or padded one.
         config: a tile configuration; default: the one for this problem.
 
     Raises:
         UnsupportedError: no kernel covers the policy, the head_dim or the layout.
     """
-    batch, heads, seqlen_q, head_dim = q_codes.shape
-    seqlen_k = k_codes.shape[2]
-    plan = _plan(policy, head_dim, out.dtype, is_causal, config)
-    _check(plan.problem, q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse)
+    head_dim, seqlen_k = q_codes.shape[3], k_codes.shape[2]
+    sight = Visibility(is_causal, window, key_lengths, packed)
+    plan = _plan(policy, head_dim, out.dtype, sight.static, config)
+    sight.check(q_codes.shape[0], out.device)
+    _check(plan.problem, packed, q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse)
     if out.numel() == 0:
         return
     if seqlen_k == 0:
@@ -81,7 +102,19 @@ def forward(
     q_codes, k_codes = code_rows(q_codes), code_rows(k_codes)
     num_ctas = num_sms(out.device.index) if plan.config.persistent else 1
     compiled(plan)(
-        q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale * LOG2_E, num_ctas
+        q_codes,
+        q_scale,
+        k_codes,
+        k_scale,
+        v_t,
+        v_scale,
+        out,
+        lse,
+        scale * LOG2_E,
+        num_ctas,
+        *sight.bounds(),
+        *sight.offsets(),
+        packed and packed.max_q,
     )
 
 
@@ -90,7 +123,7 @@ def _plan(
     policy: Policy,
     head_dim: int,
     dtype: torch.dtype,
-    is_causal: bool,
+    static: Static,
     config: FwdTileConfig | None,
 ) -> CompilePlan:
     if dtype not in DTYPES:
@@ -101,13 +134,14 @@ def _plan(
         policy,
         head_dim=head_dim,
         dtype=DTYPES[dtype],
-        is_causal=is_causal,
+        **static._asdict(),
     )
     return fwd_plan(problem, config)
 
 
 def _check(
     problem: AttnProblem,
+    packed: Packed | None,
     q_codes: Tensor,
     q_scale: Tensor,
     k_codes: Tensor,
@@ -121,16 +155,18 @@ def _check(
     kv_heads, seqlen_k = k_codes.shape[1:3]
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
-    padded = -(-seqlen_k // 128) * 128
+    sequences = packed and packed.sequences
+    queries, keys = Layout(seqlen_q, sequences), Layout(seqlen_k, sequences)
+    padded = keys.padded()
     per_token_v = problem.v_scale == "per_token"
     expected = {
-        "q_scale": (q_scale, (batch, heads, -(-seqlen_q // problem.block_q))),
+        "q_scale": (q_scale, (batch, heads, queries.groups(problem.block_q))),
         "k_codes": (k_codes, (batch, kv_heads, seqlen_k, head_dim)),
-        "k_scale": (k_scale, (batch, kv_heads, -(-seqlen_k // problem.block_k))),
+        "k_scale": (k_scale, (batch, kv_heads, keys.groups(problem.block_k))),
         "v_t": (v_t, (batch, kv_heads, head_dim, padded)),
         "v_scale": (
             v_scale,
-            (batch, kv_heads, padded if per_token_v else -(-seqlen_k // problem.block_k)),
+            (batch, kv_heads, padded if per_token_v else keys.groups(problem.block_k)),
         ),
         "out": (out, (batch, heads, seqlen_q, head_dim)),
         "lse": (lse, (batch, heads, seqlen_q)),

@@ -16,22 +16,38 @@ from torch import Tensor
 
 from sage_cute.compile import compiler
 from sage_cute.compile.tensors import DTYPES, check_codes, code_rows, rows_on_16_bytes
+from sage_cute.compile.visibility import (
+    EVERYTHING,
+    Layout,
+    Packed,
+    Static,
+    Visibility,
+    Window,
+    numbers,
+    vectors,
+)
 from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
 from sage_cute.policies import Policy
 from sage_cute.templates.quant.spec import (
     TILE,
     QuantSpec,
     VScaleForm,
-    ceil_div,
     mean_chunks,
 )
 
+DENSE = Static(is_causal=False)
 OUTPUTS = ("q_codes", "q_scale", "k_codes", "k_scale", "k_mean", "v_t", "v_scale", "mean_partials")
 
 
 @functools.lru_cache(maxsize=1024)
 def quant_spec(
-    policy: Policy, dtype: torch.dtype, head_dim: int, v_scale_form: VScaleForm = "scale"
+    policy: Policy,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_scale_form: VScaleForm = "scale",
+    static: Static = DENSE,
+    *,
+    mean_given: bool = False,
 ) -> QuantSpec:
     """The kernel that a policy needs.
 
@@ -40,6 +56,8 @@ def quant_spec(
         dtype: of Q, K and V.
         head_dim: of Q, K and V.
         v_scale_form: what ``v_scale`` holds: the scale, or (per token only) its log2.
+        static: which keys queries see, as far as it is compiled in.
+        mean_given: ``k_mean`` is an input.
 
     Raises:
         UnsupportedError: no kernel covers it; the message says why.
@@ -63,6 +81,12 @@ def quant_spec(
         block_v=(1 if policy.v_scale == "per_token" else policy.block_k) if pv else 0,
         smooth_k=policy.smooth_k and qk,
         v_scale_form=v_scale_form,
+        lengths=static.lengths,
+        # With a dense causal mask the caller zeroes the queries that see no key.
+        mask_q=qk
+        and policy.q_scale == "per_block"
+        and (static.window or (static.is_causal and static.lengths != "dense")),
+        mean_given=mean_given and policy.smooth_k and qk,
     )
     if reason := spec.why_not():
         raise UnsupportedError(reason)
@@ -70,30 +94,38 @@ def quant_spec(
 
 
 def output_shapes(
-    spec: QuantSpec, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+    spec: QuantSpec,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    sequences: int | None = None,
+    max_k: int | None = None,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every tensor that :func:`quantize` writes, workspace included.
+
+    And of a ``k_mean`` that is given. ``sequences`` and ``max_k`` are those of a packed batch.
 
     The workspace (``mean_partials``) is batch * kv heads * chunks * head_dim float64 numbers, with
     at most 32 chunks a head and about 384 in all: at most 128 kB a head.
     """
     batch, heads, seqlen_q, head_dim = q_shape
     _, kv_heads, seqlen_k, _ = k_shape
-    padded = ceil_div(seqlen_k, TILE) * TILE
+    queries, keys = Layout(seqlen_q, sequences), Layout(seqlen_k, sequences)
+    means = batch if sequences is None else sequences
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if spec.block_q:
-        groups_q, groups_k = ceil_div(seqlen_q, spec.block_q), ceil_div(seqlen_k, spec.block_k)
+        groups_q, groups_k = queries.groups(spec.block_q), keys.groups(spec.block_k)
         shapes["q_codes"] = tuple(q_shape), torch.int8
         shapes["q_scale"] = (batch, heads, groups_q), torch.float32
         shapes["k_codes"] = tuple(k_shape), torch.int8
         shapes["k_scale"] = (batch, kv_heads, groups_k), torch.float32
     if spec.smooth_k:
-        shapes["k_mean"] = (batch, kv_heads, head_dim), torch.float32
-        chunks = mean_chunks(batch * kv_heads, seqlen_k)
-        shapes["mean_partials"] = (batch * kv_heads, chunks, head_dim), torch.float64
+        shapes["k_mean"] = (means, kv_heads, head_dim), torch.float32
+    if spec.computes_mean:
+        chunks = mean_chunks(means * kv_heads, seqlen_k if max_k is None else max_k)
+        shapes["mean_partials"] = (means * kv_heads, chunks, head_dim), torch.float64
     if spec.block_v:
-        groups = padded if spec.block_v == 1 else ceil_div(seqlen_k, spec.block_v)
-        shapes["v_t"] = (batch, kv_heads, head_dim, padded), torch.int8
+        groups = keys.padded() if spec.block_v == 1 else keys.groups(spec.block_v)
+        shapes["v_t"] = (batch, kv_heads, head_dim, keys.padded()), torch.int8
         shapes["v_scale"] = (batch, kv_heads, groups), torch.float32
     return shapes
 
@@ -113,8 +145,16 @@ def quantize(
     v_scale: Tensor | None = None,
     mean_partials: Tensor | None = None,
     v_scale_form: VScaleForm = "scale",
+    is_causal: bool = False,
+    window: Window = EVERYTHING,
+    key_lengths: Tensor | None = None,
+    packed: Packed | None = None,
+    mean_given: bool = False,
 ) -> None:
     """Quantizes q, k and v (batch, heads, seqlen, head_dim) into the given tensors.
+
+    Keys behind a key length count as zeros, and queries that see no key do in a scale that they
+    share with others (of a dense causal batch the caller has to see to it).
 
     Outputs are those of :func:`output_shapes` for ``quant_spec(policy, ...)``, contiguous (codes of
     Q and K: as ``tensors.empty_codes`` makes them); give None for the others. ``mean_partials`` is
@@ -130,11 +170,16 @@ def quantize(
         q_scale: float32, one a token or one a block.
         k_codes: int8, as k, of k minus its mean if the policy smooths k.
         k_scale: float32, one a token or one a block.
-        k_mean: float32 (batch, kv heads, head_dim), over finite values.
+        k_mean: float32 (batch, kv heads, head_dim), over finite values; an input if it is given.
         v_t: int8 (batch, kv heads, head_dim, seqlen padded to 128), keys permuted within 16.
         v_scale: float32, one a padded token or one a block.
         mean_partials: float64 scratch.
         v_scale_form: as for :func:`quant_spec`.
+        is_causal: as for the forward kernel (``launch.forward``), like the next three.
+        window: bounds around the diagonal.
+        key_lengths: int32 (batch,).
+        packed: offsets of a packed batch, in tensors of batch 1.
+        mean_given: ``k_mean`` is what smoothing takes off, and is not computed.
 
     Raises:
         UnsupportedError: no kernel covers the policy, the head_dim or the layout.
@@ -142,7 +187,11 @@ def quantize(
     first = v if q is None else q
     if first is None:
         raise ShapeError("nothing to quantize: give q and k, v or all three")
-    spec = quant_spec(policy, first.dtype, first.shape[-1], v_scale_form)
+    sight = Visibility(is_causal, window, key_lengths, packed)
+    spec = quant_spec(
+        policy, first.dtype, first.shape[-1], v_scale_form, sight.static, mean_given=mean_given
+    )
+    sight.check(first.shape[0], first.device)
     if not spec.block_q:
         q = k = None
     if not spec.block_v:
@@ -159,12 +208,13 @@ def quantize(
         raise ShapeError(f"v is {tuple(v.shape)} and k {tuple(keys.shape)}: they must be alike")
     outputs: tuple[Tensor | None, ...]
     outputs = (q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, mean_partials)
-    expected = _expected(spec, queries.shape, keys.shape)
+    sizes = (None, None) if packed is None else (packed.sequences, packed.max_k)
+    expected = _expected(spec, queries.shape, keys.shape, *sizes)
     for name, out in zip(OUTPUTS, outputs, strict=True):
         _check_output(name, out, expected.get(name))
     if keys.numel() == 0:
         if queries.numel() == 0:
-            if k_mean is not None:
+            if k_mean is not None and not mean_given:
                 k_mean.zero_()  # of no tokens, as the kernel says where there are queries
             return
         if keys.shape[1] == 0:
@@ -174,7 +224,16 @@ def quantize(
     if q_codes is not None and k_codes is not None:
         q_codes, k_codes = code_rows(q_codes), code_rows(k_codes)
         outputs = (q_codes, q_scale, k_codes, *outputs[3:])
-    compiled_quantize(spec)(q, k, v, *outputs)
+    compiled_quantize(spec)(
+        q,
+        k,
+        v,
+        *outputs,
+        *(sight.reach() if spec.mask_q else (None, None)),
+        *sight.offsets(),
+        packed and packed.max_q,
+        packed and packed.max_k,
+    )
 
 
 def _checked_input(spec: QuantSpec, name: str, x: Tensor | None) -> Tensor | None:
@@ -247,6 +306,7 @@ def _compile(spec: QuantSpec) -> Any:
 
     int8, none = cutlass.Int8, None
     qk, v, mean = bool(spec.block_q), bool(spec.block_v), spec.smooth_k
+    packed, means = spec.lengths == "packed", cute.sym_int()
     padded = cute.sym_int(divisibility=TILE)
     arguments = (
         rows(dtype, heads, seqlen_q) if qk else none,
@@ -256,12 +316,17 @@ def _compile(spec: QuantSpec) -> Any:
         scales(heads) if qk else none,
         rows(int8, kv_heads, seqlen_k) if qk else none,
         scales(kv_heads) if qk else none,
-        fake(cutlass.Float32, batch, kv_heads, spec.head_dim, align=4) if mean else none,
+        fake(cutlass.Float32, means if packed else batch, kv_heads, spec.head_dim, align=4)
+        if mean
+        else none,
         fake(int8, batch, kv_heads, spec.head_dim, padded, divisibility=16) if v else none,
         scales(kv_heads) if v else none,
         fake(cutlass.Float64, cute.sym_int(), cute.sym_int(), spec.head_dim, align=8)
-        if mean
+        if spec.computes_mean
         else none,
+        *numbers(spec.mask_q),
+        *vectors(spec.lengths),
+        *numbers(packed),
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(QuantizePrologue(spec), *arguments, stream, options="--enable-tvm-ffi")

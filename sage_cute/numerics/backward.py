@@ -305,9 +305,8 @@ def _contract_queries(
     partial = int_matmul(x.mT, group_heads(b, kv_heads))
     # The scales first: a sum of codes times a large one of them may overflow where dK does not.
     first = rows.start // tile
-    partial *= scale.mT * group_heads(b_scale, kv_heads)[..., first : first + tiles, :].unsqueeze(
-        -2
-    )
+    b_scale = group_heads(b_scale, kv_heads)[..., first : first + tiles, :].unsqueeze(-2)
+    partial *= scale.mT * b_scale
     return partial.sum((2, 3)), (x * scale).flatten(-3, -2)[..., :queries, :]
 
 

@@ -102,7 +102,7 @@ def _finite(m):
 def scores_in_place(acc, rows, k_block, visible):
     """The scores become floats, masked; returns the rows' maxima.
 
-    visible[r]: columns of the block that row r sees, less the thread's first column.
+    visible: (r, column) -> whether row r sees a column, counted from the thread's first one.
     """
     f = cute.recast_tensor(acc, Float32)
     tops = [Float32(NEG_INF)] * 2
@@ -112,7 +112,7 @@ def scores_in_place(acc, rows, k_block, visible):
             for c in range(2):
                 i = c + 2 * r + 4 * j
                 s = ptx.fma(ptx.as_float(acc[i] + MAGIC_BITS), factor, factor * -MAGIC)
-                f[i] = ptx.select(8 * j + c < visible[r], s, Float32(NEG_INF))
+                f[i] = ptx.select(visible(r, 8 * j + c), s, Float32(NEG_INF))
                 tops[r] = ptx.max_nan(tops[r], f[i])
     return [quad_reduce(top, ptx.max_nan) for top in tops]
 
@@ -195,7 +195,7 @@ def exact_block(acc, rows, p32, shifted, words, visible, p_max: int):
                 half2 = ptx.half2_mul(half2, words[j])
                 if visible is not None:  # 0 * NaN: a masked key contributes nothing
                     seen = [
-                        ptx.select(8 * j + c < visible[r], Int32(0xFFFF << 16 * c), Int32(0))
+                        ptx.select(visible(r, 8 * j + c), Int32(0xFFFF << 16 * c), Int32(0))
                         for c in range(2)
                     ]
                     half2 = half2 & (seen[0] | seen[1])

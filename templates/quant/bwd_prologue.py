@@ -8,7 +8,7 @@ from cutlass import BFloat16, Float32, Int8, Int32, const_expr
 
 from sage_cute.config import ARCHS, Status
 from sage_cute.config.bwd import TILE_K, BwdProblem, default_bwd_config, supports_bwd
-from sage_cute.templates.blocks import ptx
+from sage_cute.templates.blocks import ptx, seqlen
 from sage_cute.templates.blocks.bwd_schedule import visible_rows
 from sage_cute.templates.quant.bwd_transposed import TransposedPrologue
 from sage_cute.templates.quant.spec import TILE
@@ -118,8 +118,9 @@ class BwdPrologue(TransposedPrologue):
     ):
         """One launch for all."""
         transposed = q_t, q_t_scale, k_t, k_t_scale, dout_t, dout_t_scale
-        ctas_q = self.ctas(stats if const_expr(q_hat is None) else q_hat)
-        ctas_k = self.ctas(k if const_expr(k_hat is None) else k_hat)
+        bounds = seqlen.Bounds()
+        ctas_q = self.ctas(stats if const_expr(q_hat is None) else q_hat, bounds, None)
+        ctas_k = self.ctas(k if const_expr(k_hat is None) else k_hat, bounds, None)
         ctas_v = ctas_k if const_expr(self.problem.block_v > 0) else Int32(0)
         self.kernel(
             BwdInputs(dout, out, lse, dlse, q, q_scale, k, k_scale, v),
@@ -158,17 +159,18 @@ class BwdPrologue(TransposedPrologue):
     @cute.jit
     def queries(self, cta, x, w, scale_log2):
         """Rows of Q, dO and O."""
-        batch, head, tile = self.position(cta, w.stats if const_expr(w.q_hat is None) else w.q_hat)
+        like = w.stats if const_expr(w.q_hat is None) else w.q_hat
+        batch, head, tile = self.position(cta, like, None)
         rows = self.rows(x, w)
         blind = x.q.shape[2] - rows
         row = tile * TILE + self.row()
-        rdO = self.load(_behind(x.dout[batch, head, None, None], blind, rows), tile)
-        rO = self.load(_behind(x.out[batch, head, None, None], blind, rows), tile)
+        rdO = self.load(_behind(x.dout[batch, head, None, None], blind, rows), tile, rows)
+        rO = self.load(_behind(x.out[batch, head, None, None], blind, rows), tile, rows)
         delta, do_scale = Float32(0.0), Float32(1.0)
         if const_expr(self.problem.dp == "int8"):
             scales = self.scale(rdO, rows, tile, 1, None, None)
             codes = self.encode(rdO, scales, None)
-            self.store_codes(codes, w.dout8[batch, head, None, None], tile)
+            self.store_codes(codes, w.dout8[batch, head, None, None], tile, None)
             # a token of zeros: any scale will do, and delta may still have -dLSE
             do_scale = ptx.select(scales[0] == 0.0, Float32(1.0), scales[0])
             exact = cute.make_rmem_tensor(8, Float32)
@@ -217,7 +219,7 @@ class BwdPrologue(TransposedPrologue):
     def keys(self, cta, x, w):
         """Rows of K."""
         like = x.k if const_expr(w.k_hat is None) else w.k_hat
-        batch, head, tile = self.position(cta, like)
+        batch, head, tile = self.position(cta, like, None)
         row = tile * TILE + self.row()
         k_scale = Float32(0.0)
         if row < like.shape[2]:
@@ -233,24 +235,24 @@ class BwdPrologue(TransposedPrologue):
     @cute.jit
     def values_of_v(self, cta, x, w):
         """Rows of V: the forward's codes again, not transposed, or what they stand for."""
-        batch, head, tile = self.position(cta, x.v)
-        seqlen, block = x.v.shape[2], const_expr(self.problem.block_v)
+        batch, head, tile = self.position(cta, x.v, None)
+        tokens, block = x.v.shape[2], const_expr(self.problem.block_v)
         absmax = cutlass.memory.SmemAllocator().allocate_tensor(
             Float32, cute.make_layout(self.threads // 32), byte_alignment=16
         )
-        rV = self.load(x.v[batch, head, None, None], tile)
-        scales = self.scale(rV, seqlen, tile, block, None, absmax)
+        rV = self.load(x.v[batch, head, None, None], tile, tokens)
+        scales = self.scale(rV, tokens, tile, block, None, absmax)
         codes, target = self.encode(rV, scales, None), w.v[batch, head, None, None]
         row = tile * TILE + self.row()
         if const_expr(self.problem.dp == "int8"):
-            if self.lane() == 0 and row % block == 0 and row < seqlen:
+            if self.lane() == 0 and row % block == 0 and row < tokens:
                 w.v_scale[batch, head, row // block] = scales[0]
-            self.store_codes(codes, target, tile)
+            self.store_codes(codes, target, tile, None)
         else:
             for v in cutlass.range_constexpr(self.vectors):
                 values = codes[None, v].load().to(Float32) * scales[0]
                 rV[None, 0, v].store(values.to(target.element_type))
-            if row < seqlen:
+            if row < tokens:
                 wide = self.tiled_copy(target.element_type, 128)
                 tidx, _, _ = cute.arch.thread_idx()
                 gV = wide.get_slice(tidx).partition_D(self.tile_of(target, tile))

@@ -10,7 +10,8 @@ places in a float64, are x * 2^-896 exactly, subnormals and zeros included. NaN 
 left out: they would spread from one key to all.
 
 Tensors: mK (batch, heads, seqlen, head_dim), any strides but head_dim contiguous; mPartial
-(batch * heads, chunks, head_dim) float64; mMean (batch, heads, head_dim) float32.
+(batch * heads, chunks, head_dim) float64; mMean (batch, heads, head_dim) float32. The batch of the
+last two is that of sequences (``blocks.seqlen``); keys behind a key length are not read.
 
 Loads run one step ahead of the sums: otherwise all warps wait for memory together, and then add
 together (measured: 3.0 TB/s).
@@ -22,7 +23,7 @@ from cutlass import Float32, Float64, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from sage_cute.templates.blocks import ptx
+from sage_cute.templates.blocks import ptx, seqlen
 from sage_cute.templates.quant.spec import MAX_CHUNKS
 
 UNROLL = 4
@@ -41,8 +42,8 @@ def from_high_word(high, *, loc=None, ip=None):
 class KMean:
     """Kernels ``partial`` (a CTA a chunk, 8 channels a thread) and ``finish`` (a CTA a head)."""
 
-    def __init__(self, head_dim: int):
-        self.head_dim = head_dim
+    def __init__(self, head_dim: int, lengths: str):
+        self.head_dim, self.lengths = head_dim, lengths
         self.columns = head_dim // 8  # threads across one token
         self.groups = 256 // head_dim  # second reduction: threads per channel
         self.threads = self.groups * head_dim
@@ -50,9 +51,16 @@ class KMean:
         self.step = self.rows * UNROLL
 
     @cute.jit
-    def launch(self, mK: cute.Tensor, mPartial: cute.Tensor, mMean: cute.Tensor, stream):
+    def launch(
+        self,
+        mK: cute.Tensor,
+        mPartial: cute.Tensor,
+        mMean: cute.Tensor,
+        bounds: seqlen.Bounds,
+        stream,
+    ):
         """Writes mMean; later kernels may start early and wait for it."""
-        self.partial(mK, mPartial).launch(
+        self.partial(mK, mPartial, bounds).launch(
             grid=(mPartial.shape[0] * mPartial.shape[1], 1, 1),
             block=[self.threads, 1, 1],
             stream=stream,
@@ -60,7 +68,7 @@ class KMean:
             min_blocks_per_mp=3 if self.threads % 64 == 0 else 2,
             preferred_smem_carveout=50,  # given: or compiling asks a GPU for it
         )
-        self.finish(mPartial, mMean, mK.shape[2]).launch(
+        self.finish(mPartial, mMean, mK.shape[2], bounds).launch(
             grid=(mPartial.shape[0], 1, 1),
             block=[self.head_dim, 1, 1],
             stream=stream,
@@ -92,15 +100,18 @@ class KMean:
         return tKrK
 
     @cute.kernel
-    def partial(self, mK: cute.Tensor, mPartial: cute.Tensor):
+    def partial(self, mK: cute.Tensor, mPartial: cute.Tensor, bounds: seqlen.Bounds):
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         chunk, head = cta % mPartial.shape[1], cta // mPartial.shape[1]
-        size = cute.ceil_div(mK.shape[2], mPartial.shape[1])
-        first = cute.arch.make_warp_uniform(min(chunk * size, mK.shape[2]))
-        last = cute.arch.make_warp_uniform(min(first + size, mK.shape[2]))
-        gK = mK[head // mK.shape[1], head % mK.shape[1], None, None]  # (seqlen, head_dim)
+        keys = self.keys(bounds, head, mK.shape[1], mK.shape[2])
+        size = cute.ceil_div(keys, mPartial.shape[1])
+        first = cute.arch.make_warp_uniform(min(chunk * size, keys))
+        last = cute.arch.make_warp_uniform(min(first + size, keys))
+        seq = self.sequence(bounds, head // mK.shape[1], mK.shape[2])
+        gK = mK[seq.batch, head % mK.shape[1], None, None]  # (seqlen, head_dim)
+        gK = seqlen.from_row(gK, seq.first_k)
 
         atom = cute.make_copy_atom(
             cute.nvgpu.CopyUniversalOp(), mK.element_type, num_bits_per_copy=128
@@ -138,8 +149,20 @@ class KMean:
                 part += smem[g * self.head_dim + tidx]
             mPartial[head, chunk, tidx] = part * Float64(RESCALE)
 
+    def sequence(self, bounds, index, seqlen_k):
+        """The sequence of which a CTA sums keys."""
+        return seqlen.sequence(self.lengths, False, bounds, index, seqlen_k, seqlen_k)
+
+    def keys(self, bounds, head, kv_heads, seqlen_k):
+        """How many keys it has."""
+        if self.lengths == "dense":
+            return seqlen_k
+        return self.sequence(bounds, head // kv_heads, seqlen_k).keys
+
     @cute.kernel
-    def finish(self, mPartial: cute.Tensor, mMean: cute.Tensor, seqlen: Int32):
+    def finish(
+        self, mPartial: cute.Tensor, mMean: cute.Tensor, seqlen_k: Int32, bounds: seqlen.Bounds
+    ):
         channel, _, _ = cute.arch.thread_idx()
         head, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
@@ -149,5 +172,6 @@ class KMean:
         total = Float64(0.0)
         for c in cutlass.range_constexpr(MAX_CHUNKS):  # all loads are on their way at once
             total += ptx.select(c < chunks, parts[c], Float64(0.0))
-        mean = Float32(total / Float64(cutlass.max(seqlen, 1)))
+        keys = self.keys(bounds, head, mMean.shape[1], seqlen_k)
+        mean = Float32(total / Float64(cutlass.max(keys, 1)))
         mMean[head // mMean.shape[1], head % mMean.shape[1], channel] = mean

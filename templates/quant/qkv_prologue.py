@@ -10,7 +10,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from sage_cute.config import Status
 from sage_cute.templates.base import AttnTemplate
-from sage_cute.templates.blocks import ptx
+from sage_cute.templates.blocks import ptx, seqlen
 from sage_cute.templates.quant.exact import BOOST, pack4, round_codes, scale_of
 from sage_cute.templates.quant.k_mean import KMean
 from sage_cute.templates.quant.spec import TILE, QuantSpec
@@ -73,6 +73,9 @@ class QuantizePrologue(AttnTemplate):
         mVs float32: per token (batch, kv heads, padded seqlen_k), the scale or its log2 (behind
             seqlen_k: of a scale of 0), or per block (batch, kv heads, blocks)
         mPartial (batch * kv heads, chunks, head_dim) float64: scratch of the mean
+        of a packed batch: tensors of batch 1 with all tokens; mKmean and mPartial of sequences;
+            scales of blocks and V^T's columns from where ``blocks.seqlen`` says
+        keys behind a key length count as zeros, whatever they hold: codes 0, scales of other keys
 
     Roles: all warps do the same. One CTA quantizes one tile of 128 tokens: the first CTAs those of
     V, then those of Q, then those of K. A token belongs to 1 to 8 lanes of a warp (``lanes_of``).
@@ -101,7 +104,7 @@ class QuantizePrologue(AttnTemplate):
         self.head_dim = spec.head_dim
         self.share_channels()
         self.pitch = self.transposed_pitch()
-        self.mean = KMean(spec.head_dim)
+        self.mean = KMean(spec.head_dim, spec.lengths)
 
     def share_channels(self):
         """How a token's channels are spread over lanes, in vectors of 8."""
@@ -130,29 +133,41 @@ class QuantizePrologue(AttnTemplate):
         mVt: cute.Tensor | None,
         mVs: cute.Tensor | None,
         mPartial: cute.Tensor | None,
+        left: Int32 | None,
+        right: Int32 | None,
+        key_lengths: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        max_q: Int32 | None,
+        max_k: Int32 | None,
         stream,
     ):
-        """Launches the K mean, if K is smoothed, and the quantization."""
-        if const_expr(self.spec.smooth_k):
-            self.mean.launch(mK, mPartial, mKmean, stream)
+        """Launches the K mean, if K is smoothed and has none yet, and the quantization."""
+        bounds = seqlen.Bounds(left, right, key_lengths, cu_q, cu_k, max_q, max_k)
+        if const_expr(self.spec.computes_mean):
+            self.mean.launch(mK, mPartial, mKmean, bounds, stream)
         ctas_v, ctas_q, ctas_k = Int32(0), Int32(0), Int32(0)
         if const_expr(self.spec.block_k > 0):
-            ctas_q, ctas_k = self.ctas(mQ), self.ctas(mK)
+            ctas_q, ctas_k = self.ctas(mQ, bounds, max_q), self.ctas(mK, bounds, max_k)
         if const_expr(self.spec.block_v > 0):
-            ctas_v = self.ctas(mV)
-        self.kernel(mQ, mK, mV, mQc, mQs, mKc, mKs, mKmean, mVt, mVs, ctas_v, ctas_q).launch(
+            ctas_v = self.ctas(mV, bounds, max_k)
+        self.kernel(
+            mQ, mK, mV, mQc, mQs, mKc, mKs, mKmean, mVt, mVs, bounds, ctas_v, ctas_q
+        ).launch(
             grid=(ctas_v + ctas_q + ctas_k, 1, 1),
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.spec.smooth_k,
+            use_pdl=self.spec.computes_mean,
             min_blocks_per_mp=(1536 if self.padded_dim == self.head_dim else 1024) // self.threads,
             preferred_smem_carveout=80,  # percent; given, or compiling asks a GPU for it
         )
 
     @cute.jit
-    def ctas(self, mX: cute.Tensor):
+    def ctas(self, mX: cute.Tensor, bounds, longest):
         """CTAs that a tensor takes."""
-        return mX.shape[0] * mX.shape[1] * cute.ceil_div(mX.shape[2], TILE)
+        if const_expr(longest is None):
+            return mX.shape[0] * mX.shape[1] * cute.ceil_div(mX.shape[2], TILE)
+        return (bounds.cu_q.shape[0] - 1) * mX.shape[1] * cute.ceil_div(longest, TILE)
 
     @cute.kernel
     def kernel(
@@ -167,6 +182,7 @@ class QuantizePrologue(AttnTemplate):
         mKmean: cute.Tensor | None,
         mVt: cute.Tensor | None,
         mVs: cute.Tensor | None,
+        bounds: seqlen.Bounds,
         ctas_v: Int32,
         ctas_q: Int32,
     ):
@@ -175,13 +191,14 @@ class QuantizePrologue(AttnTemplate):
         smem = self.allocate()
         if cta < ctas_v:
             if const_expr(self.spec.block_v > 0):
-                self.quantize_v(cta, mV, mVt, mVs, smem)
+                self.quantize_v(cta, mV, mVt, mVs, bounds, smem)
         elif cta < ctas_v + ctas_q:
             if const_expr(self.spec.block_q > 0):
-                self.quantize_q(cta - ctas_v, mQ, mQc, mQs, smem)
+                seqlen_k = mK.shape[2]
+                self.quantize_q(cta - ctas_v, mQ, mQc, mQs, bounds, seqlen_k, smem)
         else:
             if const_expr(self.spec.block_k > 0):
-                self.quantize_k(cta - (ctas_v + ctas_q), mK, mKc, mKs, mKmean, smem)
+                self.quantize_k(cta - (ctas_v + ctas_q), mK, mKc, mKs, mKmean, bounds, smem)
 
     @cute.jit
     def allocate(self):
@@ -202,44 +219,100 @@ class QuantizePrologue(AttnTemplate):
     # One operand each.
 
     @cute.jit
-    def quantize_q(self, cta, mQ, mQc, mQs, smem):
-        batch, head, tile = self.position(cta, mQ)
-        rX = self.load(mQ[batch, head, None, None], tile)
-        scales = self.scale(rX, mQ.shape[2], tile, self.spec.block_q, None, smem.absmax)
-        self.store_scale(scales[0], mQs[batch, head, None], mQ.shape[2], tile, self.spec.block_q)
-        self.store_codes(self.encode(rX, scales, None), mQc[batch, head, None, None], tile)
+    def quantize_q(self, cta, mQ, mQc, mQs, bounds, seqlen_k, smem):
+        index, head, tile = self.position(cta, mQ, bounds.max_q)
+        seq = self.sequence(bounds, index, mQ.shape[2], seqlen_k)
+        if const_expr(self.spec.lengths != "packed"):
+            self.quantize_queries(mQ, mQc, mQs, seq, head, tile, smem)
+        else:
+            if tile * TILE < seq.seqlen_q:
+                self.quantize_queries(mQ, mQc, mQs, seq, head, tile, smem)
 
     @cute.jit
-    def quantize_k(self, cta, mK, mKc, mKs, mKmean, smem):
-        batch, head, tile = self.position(cta, mK)
-        rX = self.load(mK[batch, head, None, None], tile)
+    def quantize_queries(self, mQ, mQc, mQs, seq: cutlass.Constexpr, head, tile, smem):
+        block = const_expr(self.spec.block_q)
+        seen = None
+        if const_expr(self.spec.mask_q):
+            seen = seqlen.seeing(seq)
+        gX = seqlen.from_row(mQ[seq.batch, head, None, None], seq.first_q)
+        rX = self.load(gX, tile, seq.seqlen_q, seen)
+        scales = self.scale(rX, seq.seqlen_q, tile, block, None, smem.absmax)
+        gScale = seqlen.from_index(mQs[seq.batch, head, None], seqlen.group_q(seq, block))
+        self.store_scale(scales[0], gScale, seq.seqlen_q, tile, block)
+        codes = self.encode(rX, scales, None)
+        gCodes = seqlen.from_row(mQc[seq.batch, head, None, None], seq.first_q)
+        self.store_codes(codes, gCodes, tile, self.packed(seq.seqlen_q))
+
+    @cute.jit
+    def quantize_k(self, cta, mK, mKc, mKs, mKmean, bounds, smem):
+        index, head, tile = self.position(cta, mK, bounds.max_k)
+        seq = self.sequence(bounds, index, mK.shape[2], mK.shape[2])
+        if const_expr(self.spec.lengths != "packed"):
+            self.quantize_keys(mK, mKc, mKs, mKmean, seq, head, tile, smem)
+        else:
+            if tile * TILE < seq.seqlen_k:
+                self.quantize_keys(mK, mKc, mKs, mKmean, seq, head, tile, smem)
+
+    @cute.jit
+    def quantize_keys(self, mK, mKc, mKs, mKmean, seq: cutlass.Constexpr, head, tile, smem):
+        block = const_expr(self.spec.block_k)
+        gX = seqlen.from_row(mK[seq.batch, head, None, None], seq.first_k)
+        rX = self.load(gX, tile, seq.keys)
         mean = None
         if const_expr(self.spec.smooth_k):
             mean = smem.mean
             tidx, _, _ = cute.arch.thread_idx()
-            cute.arch.griddepcontrol_wait()
+            if const_expr(self.spec.computes_mean):
+                cute.arch.griddepcontrol_wait()
             if tidx < self.head_dim:
-                mean[tidx] = mKmean[batch, head, tidx]
+                mean[tidx] = mKmean[seq.index, head, tidx]
             if const_expr(self.padded_dim > self.head_dim):  # noqa: SIM102
                 if tidx >= self.head_dim and tidx < self.padded_dim:
                     mean[tidx] = Float32(0.0)
             cute.arch.sync_threads()
-        scales = self.scale(rX, mK.shape[2], tile, self.spec.block_k, mean, smem.absmax)
-        self.store_scale(scales[0], mKs[batch, head, None], mK.shape[2], tile, self.spec.block_k)
-        self.store_codes(self.encode(rX, scales, mean), mKc[batch, head, None, None], tile)
+        scales = self.scale(rX, seq.keys, tile, block, mean, smem.absmax)
+        if const_expr(self.spec.lengths == "padded"):  # zeros less the mean are no zeros
+            scale, divisor, inverse, error, mask, tiny = scales
+            mask = ptx.select(tile * TILE + self.row() < seq.keys, mask, Int32(0))
+            scales = scale, divisor, inverse, error, mask, tiny
+        gScale = seqlen.from_index(mKs[seq.batch, head, None], seqlen.group_k(seq, block))
+        self.store_scale(scales[0], gScale, seq.seqlen_k, tile, block)
+        codes = self.encode(rX, scales, mean)
+        gCodes = seqlen.from_row(mKc[seq.batch, head, None, None], seq.first_k)
+        self.store_codes(codes, gCodes, tile, self.packed(seq.seqlen_k))
 
     @cute.jit
-    def quantize_v(self, cta, mV, mVt, mVs, smem):
-        batch, head, tile = self.position(cta, mV)
-        rX = self.load(mV[batch, head, None, None], tile)
-        scales = self.scale(rX, mV.shape[2], tile, self.spec.block_v, None, smem.absmax)
+    def quantize_v(self, cta, mV, mVt, mVs, bounds, smem):
+        index, head, tile = self.position(cta, mV, bounds.max_k)
+        seq = self.sequence(bounds, index, mV.shape[2], mV.shape[2])
+        if const_expr(self.spec.lengths != "packed"):
+            self.quantize_values(mV, mVt, mVs, seq, head, tile, smem)
+        else:
+            if tile * TILE < seq.seqlen_k:
+                self.quantize_values(mV, mVt, mVs, seq, head, tile, smem)
+
+    @cute.jit
+    def quantize_values(self, mV, mVt, mVs, seq: cutlass.Constexpr, head, tile, smem):
+        block = const_expr(self.spec.block_v)
+        first, end = seqlen.group_k(seq, block), seq.seqlen_k
+        if const_expr(block == 1):
+            first, end = seqlen.padded_k(seq), (tile + 1) * TILE
+        gX = seqlen.from_row(mV[seq.batch, head, None, None], seq.first_k)
+        rX = self.load(gX, tile, seq.keys)
+        scales = self.scale(rX, seq.keys, tile, block, None, smem.absmax)
         scale = scales[0]
         if const_expr(self.spec.v_scale_form == "log2"):
             scale = cute.math.log2(scale, approx=True)
-        self.store_scale(scale, mVs[batch, head, None], mV.shape[2], tile, self.spec.block_v)
+        gScale = seqlen.from_index(mVs[seq.batch, head, None], first)
+        self.store_scale(scale, gScale, end, tile, block)
         self.stage_codes(self.encode(rX, scales, None), smem.codes)
         cute.arch.sync_threads()
-        self.store_transposed(mVt[batch, head, None, None], tile, smem.codes)
+        gVt = seqlen.from_column(mVt[seq.batch, head, None, None], seqlen.padded_k(seq))
+        self.store_transposed(gVt, tile, smem.codes)
+
+    def packed(self, tokens):
+        """Tokens of a sequence where its tensor has others behind them; else None."""
+        return tokens if self.spec.lengths == "packed" else None
 
     def transposed_pitch(self) -> int:
         """Words from a token to the next one where codes wait to be transposed."""
@@ -248,10 +321,15 @@ class QuantizePrologue(AttnTemplate):
 
     # Where this thread is.
 
+    def sequence(self, bounds, index, seqlen_q, seqlen_k):
+        """The sequence of a CTA."""
+        return seqlen.sequence(self.spec.lengths, False, bounds, index, seqlen_q, seqlen_k)
+
     @cute.jit
-    def position(self, cta, mX: cute.Tensor):
-        """(batch, head, tile of tokens) of one CTA."""
-        tiles = cute.ceil_div(mX.shape[2], TILE)
+    def position(self, cta, mX: cute.Tensor, longest):
+        """(sequence, head, tile of tokens) of one CTA."""
+        tokens = mX.shape[2] if const_expr(longest is None) else longest
+        tiles = cute.ceil_div(tokens, TILE)
         batch_head, tile = cta // tiles, cta % tiles
         return batch_head // mX.shape[1], batch_head % mX.shape[1], tile
 
@@ -290,14 +368,21 @@ class QuantizePrologue(AttnTemplate):
     # Steps of all operands.
 
     @cute.jit
-    def load(self, gX: cute.Tensor, tile):
-        """A thread's part of a tile of gX (seqlen, head_dim): (8, 1, vectors), 0 behind the end."""
+    def load(self, gX: cute.Tensor, tile, tokens, seen=None):
+        """A thread's part of a tile of gX (tokens, head_dim): (8, 1, vectors), 0 behind the end.
+
+        seen: (first, end) of the tokens that count; None: all.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         tiled = self.tiled_copy(gX.element_type, 128)
         tXgX = tiled.get_slice(tidx).partition_S(self.tile_of(gX, tile))
         tXrX = cute.make_fragment_like(tXgX)
         tXrX.fill(0.0)
-        if tile * TILE + self.row() < gX.shape[0]:
+        there = tile * TILE + self.row() < tokens
+        if const_expr(seen is not None):
+            there = there & (tile * TILE + self.row() >= seen[0])
+            there = there & (tile * TILE + self.row() < seen[1])
+        if there:
             self.copy(tiled, tXgX, tXrX)
         return tXrX
 
@@ -314,14 +399,14 @@ class QuantizePrologue(AttnTemplate):
         return x
 
     @cute.jit
-    def scale(self, rX, seqlen, tile, block: cutlass.Constexpr[int], mean, sAbsmax):
+    def scale(self, rX, tokens, tile, block: cutlass.Constexpr[int], mean, sAbsmax):
         """``scale_of`` the largest absolute value of this thread's token, or block of tokens."""
         top = Float32(0.0)
         for v in cutlass.range_constexpr(self.vectors):
             x = self.values(rX, v, mean)
             for c in cutlass.range_constexpr(8):
                 top = ptx.max_nan(top, cute.math.absf(x[c]))
-        top = ptx.select(tile * TILE + self.row() < seqlen, top, Float32(0.0))
+        top = ptx.select(tile * TILE + self.row() < tokens, top, Float32(0.0))
         in_warp = const_expr(min(self.lanes * block, 32))
         for i in cutlass.range_constexpr(in_warp.bit_length() - 1):
             top = ptx.max_nan(top, cute.arch.shuffle_sync_bfly(top, 1 << i))
@@ -355,21 +440,21 @@ class QuantizePrologue(AttnTemplate):
         return codes
 
     @cute.jit
-    def store_scale(self, scale, gScale: cute.Tensor, seqlen, tile, block: cutlass.Constexpr[int]):
+    def store_scale(self, scale, gScale: cute.Tensor, tokens, tile, block: cutlass.Constexpr[int]):
         """A token's scale (V's behind the end too: gScale is longer there), or its block's."""
         token = tile * TILE + self.row()
-        if const_expr(block == 1):
-            seqlen = gScale.shape[0]
-        if self.lane() == 0 and token % block == 0 and token < seqlen:
+        if const_expr(block == 1 and self.spec.lengths != "packed"):
+            tokens = gScale.shape[0]
+        if self.lane() == 0 and token % block == 0 and token < tokens:
             gScale[token // block] = scale
 
     @cute.jit
-    def store_codes(self, codes, gC: cute.Tensor, tile):
-        """Codes to gC (seqlen, head_dim)."""
+    def store_codes(self, codes, gC: cute.Tensor, tile, tokens):
+        """Codes to gC (seqlen, head_dim), as far as there are ``tokens``; None: to all of it."""
         tidx, _, _ = cute.arch.thread_idx()
         tiled = self.tiled_copy(Int8, 64)
         tCgC = tiled.get_slice(tidx).partition_D(self.tile_of(gC, tile))
-        if tile * TILE + self.row() < gC.shape[0]:
+        if tile * TILE + self.row() < (gC.shape[0] if tokens is None else tokens):
             self.copy(tiled, cute.make_tensor(codes.iterator, tCgC.shape), tCgC)
 
     # V^T.

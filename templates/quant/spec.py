@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from sage_cute.config.problem import Lengths
 from sage_cute.limits import HOPPER
 
 TILE = 128
@@ -19,7 +20,9 @@ class QuantSpec:
     """The static facts of one prologue: everything else is dynamic. It is the compile key.
 
     ``block_q``, ``block_k`` and ``block_v`` are tokens per scale (1: per token); 0 means that the
-    operand is not quantized (Q and K go together).
+    operand is not quantized (Q and K go together). ``lengths`` says where sequences end.
+    ``mask_q``: queries that see no key count as zero in the scale of their block; the kernel takes
+    the bounds of the mask for it. ``mean_given``: smoothing takes off a mean that the caller has.
     """
 
     dtype: Literal["bfloat16", "float16"]
@@ -29,6 +32,14 @@ class QuantSpec:
     block_v: int
     smooth_k: bool = True
     v_scale_form: VScaleForm = "scale"
+    lengths: Lengths = "dense"
+    mask_q: bool = False
+    mean_given: bool = False
+
+    @property
+    def computes_mean(self) -> bool:
+        """Whether the kernels of the mean run."""
+        return self.smooth_k and not self.mean_given
 
     def why_not(self) -> str | None:
         """The reason why no kernel exists for this, with the remedy; None if one does."""

@@ -12,14 +12,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from sage_cute.config import ARCHS, AttnProblem, FwdTileConfig, Status, supports_fwd
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
-from sage_cute.templates.blocks import epilogue, fold, loading, ptx, softmax
+from sage_cute.templates.blocks import epilogue, fold, loading, ptx, seqlen, softmax
 from sage_cute.templates.blocks.magic import MAGIC_BITS
-from sage_cute.templates.blocks.scheduler import (
-    tile_coord,
-    visible_blocks,
-    visible_keys,
-    whole_blocks,
-)
+from sage_cute.templates.blocks.scheduler import tile_coord
 from sage_cute.templates.mma import int8_sm90, wgmma
 from sage_cute.templates.params import (
     BlockScales,
@@ -108,9 +103,16 @@ class SageFwdSm90(AttnTemplate):
         lse: cute.Tensor,
         scale_log2: Float32,
         num_ctas: Int32,
+        left: Int32 | None,
+        right: Int32 | None,
+        key_lengths: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        max_q: Int32 | None,
         stream: cuda.CUstream,
     ):
         """Launches the kernel; ``num_ctas`` bounds the grid of a persistent one."""
+        bounds = seqlen.Bounds(left, right, key_lengths, cu_q, cu_k)
         c = self.config
         mQ, mK, mV = [loading.rows_first(t) for t in (q_codes, k_codes, v_t)]
         mma_qk = int8_sm90.tiled_mma(c.num_consumer_wgs, c.tile_n, a_in_registers=False)
@@ -136,8 +138,9 @@ class SageFwdSm90(AttnTemplate):
             v: cute.struct.Align[cute.struct.MemRange[Int8, cute.cosize(layouts.v)], 1024]
 
         self.Storage = Storage
-        num_m_blocks = cute.ceil_div(mQ.shape[0], c.tile_m)
-        num_tiles = num_m_blocks * mQ.shape[2] * mQ.shape[3]
+        rows = mQ.shape[0] if const_expr(max_q is None) else max_q
+        num_m_blocks = cute.ceil_div(rows, c.tile_m)
+        num_tiles = num_m_blocks * mQ.shape[2] * seqlen.num_sequences(bounds, mQ)
         grid = cutlass.min(num_tiles, num_ctas) if const_expr(c.persistent) else num_tiles
         self.kernel(
             *tma_q,
@@ -149,6 +152,8 @@ class SageFwdSm90(AttnTemplate):
             out,
             lse,
             scale_log2,
+            bounds,
+            max_q,
             num_tiles,
             layouts.q,
             layouts.k,
@@ -172,6 +177,8 @@ class SageFwdSm90(AttnTemplate):
         out: cute.Tensor,
         lse: cute.Tensor,
         scale_log2: Float32,
+        bounds: seqlen.Bounds,
+        max_q: Int32 | None,
         num_tiles: Int32,
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
@@ -210,10 +217,13 @@ class SageFwdSm90(AttnTemplate):
             seqlen_q=mQ.shape[0],
             seqlen_k=mK.shape[0],
             num_heads=mQ.shape[2],
-            batch=mQ.shape[3],
+            batch=seqlen.num_sequences(bounds, mQ),
             group=mQ.shape[2] // mK.shape[2],
-            num_m_blocks=cute.ceil_div(mQ.shape[0], c.tile_m),
+            num_m_blocks=cute.ceil_div(
+                mQ.shape[0] if const_expr(max_q is None) else max_q, c.tile_m
+            ),
             num_tiles=num_tiles,
+            bounds=bounds,
         )
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -226,7 +236,7 @@ class SageFwdSm90(AttnTemplate):
             self.consume(tidx - 128, gmem, smem, pipes, work, scale_log2, mma_qk, mma_pv)
 
     def tile(self, index, work):
-        """Coordinates of a tile, and how many key blocks it sees."""
+        """Coordinates of a tile, its sequence, and the key blocks that it sees."""
         c, causal = self.config, self.problem.is_causal
         coord = tile_coord(
             index,
@@ -236,11 +246,12 @@ class SageFwdSm90(AttnTemplate):
             causal=causal,
             longest_first=c.longest_first,
         )
-        last_row = (coord.m_block + 1) * c.tile_m - 1
-        num_blocks = visible_blocks(
-            last_row, work.seqlen_q, work.seqlen_k, tile_n=c.tile_n, causal=causal
+        lengths = self.problem.lengths
+        seq = seqlen.sequence(
+            lengths, causal, work.bounds, coord.batch, work.seqlen_q, work.seqlen_k
         )
-        return coord, num_blocks
+        blocks = seqlen.key_blocks(coord.m_block, c.tile_m, seq, c.tile_n)
+        return coord, seq, blocks
 
     def tiles(self, work):
         """Bounds of this CTA's loop over tiles."""
@@ -257,22 +268,23 @@ class SageFwdSm90(AttnTemplate):
         state = loading.producer_state(c.num_stages)
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
-            coord, num_blocks = self.tile(index, work)
+            coord, seq, blocks = self.tile(index, work)
             kv_head = coord.head // work.group
-            gQ = cute.local_tile(
-                gmem.q[None, None, coord.head, coord.batch], (c.tile_m, d), (coord.m_block, 0)
-            )
-            gK = cute.local_tile(gmem.k[None, None, kv_head, coord.batch], (c.tile_n, d), (None, 0))
-            gV = cute.local_tile(gmem.v[None, None, kv_head, coord.batch], (d, c.tile_n), (0, None))
+            rQ = seqlen.rows_from(gmem.q, coord.head, seq.batch, seq.first_q)
+            rK = seqlen.rows_from(gmem.k, kv_head, seq.batch, seq.first_k)
+            rV = seqlen.from_column(gmem.v[None, None, kv_head, seq.batch], seqlen.padded_k(seq))
+            gQ = cute.local_tile(rQ, (c.tile_m, d), (coord.m_block, 0))
+            gK = cute.local_tile(rK, (c.tile_n, d), (None, 0))
+            gV = cute.local_tile(rV, (d, c.tile_n), (0, None))
             sQ, tQ = loading.partition(tma_q, smem.q, gQ)
             sK, tK = loading.partition(tma_k, smem.k, gK)
             sV, tV = loading.partition(tma_v, smem.v, gV)
-            if num_blocks > 0:
+            if blocks.count > 0:
                 pipes.q.producer_acquire(q_state)
                 cute.copy(tma_q, tQ, sQ, tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
                 q_state.advance()
-            for i in cutlass.range(num_blocks, unroll=1):
-                j = num_blocks - 1 - i
+            for i in cutlass.range(blocks.count, unroll=1):
+                j = seqlen.block_of(blocks, i)
                 pipes.k.producer_acquire(state)
                 bar = pipes.k.producer_get_barrier(state)
                 cute.copy(tma_k, tK[None, j], sK[None, state.index], tma_bar_ptr=bar)
@@ -290,12 +302,14 @@ class SageFwdSm90(AttnTemplate):
         state = loading.producer_state(c.num_stages)
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
-            coord, num_blocks = self.tile(index, work)
+            coord, seq, blocks = self.tile(index, work)
             kv_head = coord.head // work.group
-            gK = gmem.k_scale[coord.batch, kv_head, None]
-            gV = gmem.v_scale[coord.batch, kv_head, None]
-            for i in cutlass.range(num_blocks, unroll=1):
-                j = num_blocks - 1 - i
+            first = seqlen.group_k(seq, self.problem.block_k)
+            gK = seqlen.from_index(gmem.k_scale[seq.batch, kv_head, None], first)
+            first = seqlen.padded_k(seq) if const_expr(self.v_per_token) else first
+            gV = seqlen.from_index(gmem.v_scale[seq.batch, kv_head, None], first)
+            for i in cutlass.range(blocks.count, unroll=1):
+                j = seqlen.block_of(blocks, i)
                 block = cute.make_rmem_tensor(4, Float32)
                 v = cute.make_rmem_tensor(2 * rounds, Float32)
                 block[0] = gK[j]
@@ -304,7 +318,7 @@ class SageFwdSm90(AttnTemplate):
                     v.fill(0.0)
                     for t in cutlass.range_constexpr(2 * rounds):
                         key = j * c.tile_n + 2 * (lane + 32 * (t // 2)) + t % 2
-                        if key < cutlass.min((j + 1) * c.tile_n, work.seqlen_k):
+                        if key < cutlass.min((j + 1) * c.tile_n, seq.keys):
                             v[t] = gV[key]
                     block[1] = cute.arch.warp_reduction_max(_largest(v))
                     flat = cutlass.Boolean(True)
@@ -343,8 +357,8 @@ class SageFwdSm90(AttnTemplate):
                 cute.arch.barrier_arrive(barrier_id=PINGPONG_BARRIER, number_of_threads=256)
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
-            coord, num_blocks = self.tile(index, work)
-            rows, mask = self.start_rows(ops, gmem, work, coord, wg, scale_log2)
+            coord, seq, blocks = self.tile(index, work)
+            rows, mask = self.start_rows(ops, gmem, seq, coord, wg, scale_log2)
             acc = FwdAccumulators(
                 o=cute.make_rmem_tensor(self.dim // 2, Float32),
                 s=cute.make_rmem_tensor(ops.s_shape, Int32),
@@ -352,12 +366,13 @@ class SageFwdSm90(AttnTemplate):
             )
             acc.o.fill(0.0)
             _clear(ops.p32)
-            if num_blocks > 0:
+            if blocks.count > 0:
                 pipes.q.consumer_wait(q_state)
-                for i in cutlass.range(num_blocks, unroll=1):
+                for i in cutlass.range(blocks.count, unroll=1):
                     states = FwdStates(before, state)
-                    j = num_blocks - 1 - i
-                    self.step(ops, pipes, rows, acc, states, wg, mask, i, j)
+                    self.step(
+                        ops, pipes, rows, acc, states, wg, mask, i, seqlen.block_of(blocks, i)
+                    )
                     before = state.clone()
                     state.advance()
                 if const_expr(c.overlap):
@@ -369,47 +384,41 @@ class SageFwdSm90(AttnTemplate):
             self.store(again, gmem, work, rows, acc.o, mma_qk)
 
     @cute.jit
-    def start_rows(self, ops, gmem, work, coord, wg, scale_log2):
+    def start_rows(self, ops, gmem, seq: cutlass.Constexpr, coord, wg, scale_log2):
         """State of the thread's rows, and what they see."""
-        causal = self.problem.is_causal
+        block_q = const_expr(self.problem.block_q)
         q_scale = cute.make_rmem_tensor(2, Float32)
         q_scale.fill(0.0)
-        visible = []
+        first, end = [], []
         first_row = coord.m_block * self.config.tile_m
+        first_group = seqlen.group_q(seq, block_q)
         for r in cutlass.range_constexpr(2):
             row = first_row + ops.first[0] + 8 * r
-            if row < work.seqlen_q:
-                group = row // self.problem.block_q
-                q_scale[r] = gmem.q_scale[coord.batch, coord.head, group] * scale_log2
-            limit = visible_keys(row, work.seqlen_q, work.seqlen_k, causal=causal)
-            visible.append(limit - ops.first[1])
-        whole = whole_blocks(
-            first_row + 64 * wg,
-            work.seqlen_q,
-            work.seqlen_k,
-            tile_n=self.config.tile_n,
-            causal=causal,
-        )
+            if row < seq.seqlen_q:
+                group = seqlen.behind(first_group, row // block_q)
+                q_scale[r] = gmem.q_scale[seq.batch, coord.head, group] * scale_log2
+            end.append(seqlen.key_end(row, seq) - ops.first[1])
+            if const_expr(seq.left is not None):
+                first.append(seqlen.key_start(row, seq) - ops.first[1])
+        whole = seqlen.whole_blocks(first_row + 64 * wg, 64, seq, self.config.tile_n)
+        count = whole.count
         if scale_log2 < 0.0:  # the largest integer score is not the largest score
-            whole = Int32(0)
-        return softmax.make_rows(q_scale), FwdMask(visible, whole)
+            count = Int32(0)
+        first = first if const_expr(seq.left is not None) else None
+        return softmax.make_rows(q_scale), FwdMask(first, end, whole._replace(count=count))
 
     @cute.jit
     def store(self, index, gmem, work, rows, acc_O, mma_qk):
         """Output of a tile. Coordinates are made again: the main loop has no registers for them."""
         c = self.config
-        coord, _ = self.tile(index, work)
+        coord, seq, _ = self.tile(index, work)
         identity = cute.make_identity_tensor((c.tile_m, c.tile_n))
         coords = mma_qk.get_slice(ptx.thread_index() - 128).partition_C(identity)
-        gO = cute.local_tile(
-            gmem.out[coord.batch, coord.head, None, None],
-            (c.tile_m, self.problem.head_dim),
-            (coord.m_block, 0),
-        )
-        gLSE = cute.local_tile(
-            gmem.lse[coord.batch, coord.head, None], (c.tile_m,), (coord.m_block,)
-        )
-        left = work.seqlen_q - coord.m_block * c.tile_m
+        mO = seqlen.from_row(gmem.out[seq.batch, coord.head, None, None], seq.first_q)
+        mLSE = seqlen.from_index(gmem.lse[seq.batch, coord.head, None], seq.first_q)
+        gO = cute.local_tile(mO, (c.tile_m, self.problem.head_dim), (coord.m_block, 0))
+        gLSE = cute.local_tile(mLSE, (c.tile_m,), (coord.m_block,))
+        left = seq.seqlen_q - coord.m_block * c.tile_m
         epilogue.store_output(acc_O, rows, gO, gLSE, coords[0], left, self.dtype)
 
     def operands(self, tidx, wg, smem, mma_qk, mma_pv):
@@ -466,7 +475,10 @@ class SageFwdSm90(AttnTemplate):
         if const_expr(c.overlap):  # noqa: SIM102
             if i > 0:
                 pipes.v.consumer_release(states.before)
-        bounded = (j < mask.whole) & (block.flat > 0.0)
+        whole = j < mask.whole.first + mask.whole.count
+        if const_expr(not isinstance(mask.whole.first, int)):
+            whole = whole & (j >= mask.whole.first)
+        bounded = whole & (block.flat > 0.0)
         if cute.arch.vote_all_sync(bounded):
             self.whole_block(ops, rows, acc, block, now)
         else:
@@ -504,7 +516,7 @@ class SageFwdSm90(AttnTemplate):
 
     def masked_block(self, ops, rows, acc, block, state, mask, j):
         """The same for a block that needs a mask, or whose V scales differ much."""
-        visible = [mask.visible[r] - j * self.config.tile_n for r in range(2)]
+        visible = mask.of_block(j, self.config.tile_n)
         maxima = softmax.scores_in_place(acc.s, rows, block.k, visible)
         if self.config.overlap:
             fold.begin_fold(rows)

@@ -200,22 +200,23 @@ def test_is_supported_of_good_inputs() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
     [
-        ("attn_mask", None, "key_lengths.*causal and window.*attention_varlen"),
-        ("attn_mask", torch.ones(S, S, dtype=torch.bool), "arbitrary mask is not supported"),
+        ("attn_mask", None, "an arbitrary mask.*key_lengths.*causal and window.*attention_varlen"),
+        ("attn_mask", torch.ones(S, S, dtype=torch.bool), "an arbitrary mask"),
         ("key_padding_mask", torch.ones(B, S, dtype=torch.bool), "pass key_lengths"),
-        ("dropout_p", 0.1, "dropout is not supported"),
-        ("is_causal", True, "the keyword is causal"),
-        ("sm_scale", 0.1, "unknown keyword; it takes causal, window, key_lengths, k_mean, scale"),
+        ("dropout_p", 0.1, "dropout in attention"),
+        ("is_causal", True, "causal=True is aligned bottom-right"),
+        ("enable_gqa", True, "k and v may always have fewer heads"),
+        ("sm_scale", 0.1, "it takes causal, window, k_mean, scale, policy, return_lse, key_l"),
     ],
 )
 def test_unknown_arguments_are_refused(name, value, instead) -> None:
-    with pytest.raises(TypeError, match=f"{name}: .*{instead}") as raised:
+    with pytest.raises(TypeError, match=f"unknown keyword {name}; .*{instead}") as raised:
         sage_cute.attention(*GOOD, **{name: value})
     assert type(raised.value) is sage_cute.errors.ArgumentError
     compiled = torch.compile(sage_cute.attention, backend="aot_eager")
-    with pytest.raises(TypeError, match=f"{name}: .*{instead}"):
+    with pytest.raises(TypeError, match=f"unknown keyword {name}; .*{instead}"):
         compiled(*GOOD, **{name: value})
-    if name != "is_causal":
+    if name not in ("is_causal", "enable_gqa"):
         with pytest.raises(RuntimeError, match=name):
             torch.ops.sage.attn(*GOOD, **{name: value})
 

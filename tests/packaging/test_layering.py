@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         {"compile", "tune", "numerics", "policies", "support", "limits", "errors", "_version", ""},
         {"torch"},
     ),
-    "api": ({"compile_integration", "errors", "support"}, {"torch"}),
+    "api": ({"compile_integration", "errors", "limits", "support"}, {"torch"}),
     "nn": ({"api", "errors", "policies", "support"}, {"torch"}),
     "testing": ({"api", "numerics", "policies", ""}, {"torch"}),
     "training": ({"nn", "policies", "support", "errors", "_version"}, {"torch"}),
