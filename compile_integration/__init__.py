@@ -9,9 +9,17 @@ if not __name__.startswith("sage_cute."):
         "second copy would register the ops twice"
     )
 
-from sage_cute.compile_integration import autocast, autograd, batching, cuda, flops, ops
+from sage_cute.compile_integration import (
+    autocast,
+    autograd,
+    batching,
+    cuda,
+    flops,
+    ops,
+    varlen,
+)
 from sage_cute.compile_integration.cache_key import extend_cache_key
 
 extend_cache_key()
 
-__all__ = ["autocast", "autograd", "batching", "cuda", "flops", "ops"]
+__all__ = ["autocast", "autograd", "batching", "cuda", "flops", "ops", "varlen"]

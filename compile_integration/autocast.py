@@ -29,6 +29,6 @@ def _register(name: str, device: str) -> None:
     LIB.impl(name, kernel, "Autocast" + device, with_keyset=True)
 
 
-for _name in ("attn", "attn_with_lse"):
+for _name in ("attn", "attn_with_lse", "attn_varlen", "attn_varlen_with_lse"):
     for _device in ("CPU", "CUDA"):
         _register(_name, _device)

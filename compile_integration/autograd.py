@@ -47,6 +47,7 @@ class Ops(NamedTuple):
 
 
 DENSE = Ops(op("attn_fwd"), op("attn_infer"), op("attn_backward"))
+PACKED = Ops(op("attn_varlen_fwd"), op("attn_varlen_infer"), op("attn_varlen_backward"))
 _IS_SAVED = object()  # in the place of a tensor, which autograd keeps
 
 
@@ -144,6 +145,7 @@ def _register_formulas(name: str, ops: Ops) -> None:
 
 
 _register_formulas("attn", DENSE)
+_register_formulas("attn_varlen", PACKED)
 
 
 def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -173,12 +175,34 @@ def _out_lse_mean(ops: Ops, needs_grad: bool, *inputs: Any) -> tuple[Tensor, Ten
     return outputs
 
 
+def _may_be_dtensor(q: Tensor) -> bool:
+    """Whether to import DTensor, which takes a second: once a subclass shows up and it is there."""
+    return type(q) is not Tensor and "torch.distributed.tensor" in sys.modules
+
+
 def _know_dtensor(q: Tensor) -> None:
-    """Registers sharding rules once a subclass shows up and DTensor is there (it takes ~1 s)."""
-    if type(q) is not Tensor and "torch.distributed.tensor" in sys.modules:
+    """Registers sharding rules when they may be needed."""
+    if _may_be_dtensor(q):
         from sage_cute.compile_integration.sharding import register_sharding_rules
 
         register_sharding_rules()
+
+
+def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What a packed batch refuses by the kind of its tensors."""
+    check_dense(q, k, v)
+    if _may_be_dtensor(q):
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(q, DTensor):
+            raise UnsupportedError(f"sage.attn_varlen: not supported: {REFUSED['packed DTensor']}")
+
+
+def _of_the_original_k(lse: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """The LSE from that of the smoothed K, and q . mean(K)."""
+    # A query that sees no key has lse = -inf whatever q is: no gradient through its bias.
+    bias = torch.where(lse == -torch.inf, 0.0, bias)
+    return lse + bias * scale
 
 
 def attn(
@@ -232,11 +256,74 @@ def attn_with_lse(
         means = mean.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2).unsqueeze(2)
         # Contiguous, since strides decide how torch sums.
         bias = (q.contiguous().float() * means).sum(-1)
-        # A query that sees no key has lse = -inf whatever q is: no gradient through its bias.
-        bias = torch.where(lse == -torch.inf, 0.0, bias)
-        lse = lse + bias * default_scale(q, scale)
+        lse = _of_the_original_k(lse, bias, default_scale(q, scale))
+    return out, lse
+
+
+def attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    k_mean: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    scale: float | None = None,
+    policy: str = "default",
+) -> Tensor:
+    """``sage::attn_varlen``: see :func:`sage_cute.attention_varlen`."""
+    _check_packed(q, k, v)
+    policy, window = canonical(policy), (window_left, window_right)
+    needs_grad = _needs_grad(q, k, v)
+    if needs_grad:
+        check_backward(v, is_causal, policy, extras(*window, packed=True))
+    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    inputs = q, k, v, scale, is_causal, policy, *bounds, *window, k_mean
+    return _out(PACKED, needs_grad, *inputs)
+
+
+def attn_varlen_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    k_mean: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    scale: float | None = None,
+    policy: str = "default",
+) -> tuple[Tensor, Tensor]:
+    """``sage::attn_varlen_with_lse``: LSE (heads, total_q) as that of ``attn_with_lse``."""
+    _check_packed(q, k, v)
+    policy, window = canonical(policy), (window_left, window_right)
+    needs_grad = _needs_grad(q, k, v)
+    if needs_grad:
+        check_backward(v, is_causal, policy, extras(*window, packed=True))
+    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    inputs = q, k, v, scale, is_causal, policy, *bounds, *window, k_mean
+    out, lse, mean = _out_lse_mean(PACKED, needs_grad, *inputs)
+    if mean.shape[-1] and mean.shape[0]:
+        # Tokens of no sequence have lse = -inf, whichever mean they get here.
+        tokens = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+        sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True)
+        means = mean[sequence.clamp_max(mean.shape[0] - 1)]
+        means = means.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
+        bias = (q.contiguous().float() * means).sum(-1).transpose(0, 1)
+        lse = _of_the_original_k(lse, bias, default_scale(q, scale))
     return out, lse
 
 
 LIB.impl("attn", attn, "CompositeImplicitAutograd")
 LIB.impl("attn_with_lse", attn_with_lse, "CompositeImplicitAutograd")
+LIB.impl("attn_varlen", attn_varlen, "CompositeImplicitAutograd")
+LIB.impl("attn_varlen_with_lse", attn_varlen_with_lse, "CompositeImplicitAutograd")

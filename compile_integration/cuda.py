@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_cute.compile_integration import varlen
 from sage_cute.compile_integration.ops import (
     Backward,
     Forward,
@@ -119,3 +120,7 @@ def backward_cuda(*inputs: Any) -> Tensors3:
 LIB.impl("attn_fwd", fwd_cuda, "CUDA")
 LIB.impl("attn_infer", infer_cuda, "CUDA")
 LIB.impl("attn_backward", backward_cuda, "CUDA")
+# Packed batches: their checks refuse every GPU, as long as there are no kernels.
+LIB.impl("attn_varlen_fwd", varlen.fwd_fake, "CUDA")
+LIB.impl("attn_varlen_infer", varlen.infer_fake, "CUDA")
+LIB.impl("attn_varlen_backward", varlen.backward_fake, "CUDA")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from sage_cute.compile_integration import varlen
 from sage_cute.compile_integration.ops import Backward, Forward
 
 Shape = tuple[int, ...]
@@ -44,14 +45,36 @@ def _flops(q: Shape, k: Shape, products: int, is_causal: bool, left: int, right:
 
 
 def _forward(*arguments: Any, **_: Any) -> int:
-    x = Forward(*arguments)
+    x: Any = Forward(*arguments)  # shapes in the places of tensors
     return _flops(x.q, x.k, 2, x.is_causal, x.window_left, x.window_right)
 
 
 def _backward(*arguments: Any, **_: Any) -> int:
-    x = Backward(*arguments)
+    x: Any = Backward(*arguments)
     return _flops(x.out, x.v, 5, x.is_causal, x.window_left, x.window_right)
+
+
+def _packed_flops(q: Shape, k: Shape, products: int, x: Any) -> int:
+    """As if all sequences had one length: theirs are data."""
+    sequences = max(x.cu_seqlens_q[0] - 1, 1)
+    shape = (sequences, q[1], q[0] // sequences, q[2])
+    keys = (sequences, k[1], k[0] // sequences, k[2])
+    return _flops(shape, keys, products, x.is_causal, x.window_left, x.window_right)
+
+
+def _packed_forward(*arguments: Any, **_: Any) -> int:
+    x: Any = varlen.Forward(*arguments)
+    return _packed_flops(x.q, x.k, 2, x)
+
+
+def _packed_backward(*arguments: Any, **_: Any) -> int:
+    x: Any = varlen.Backward(*arguments)
+    return _packed_flops(x.out, x.v, 5, x)
 
 
 register_flop_formula([torch.ops.sage.attn_fwd, torch.ops.sage.attn_infer])(_forward)
 register_flop_formula(torch.ops.sage.attn_backward)(_backward)
+register_flop_formula([torch.ops.sage.attn_varlen_fwd, torch.ops.sage.attn_varlen_infer])(
+    _packed_forward
+)
+register_flop_formula(torch.ops.sage.attn_varlen_backward)(_packed_backward)

@@ -35,7 +35,8 @@ def default_scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _window(left: int, right: int) -> Window:
+def window_of(left: int, right: int) -> Window:
+    """An op's window, whose -1 is None, for the numerics."""
     return (None if left == -1 else left), (None if right == -1 else right)
 
 
@@ -52,11 +53,6 @@ class Forward(NamedTuple):
     window_left: int = -1
     window_right: int = -1
     k_mean: Tensor | None = None
-
-    @property
-    def window(self) -> Window:
-        """Keys before and after its own that a query sees; None: all."""
-        return _window(self.window_left, self.window_right)
 
     def check(self) -> None:
         """Raises what is wrong with the arguments, or is not implemented on their device."""
@@ -78,7 +74,7 @@ class Forward(NamedTuple):
             scale=default_scale(self.q, self.scale),
             causal=self.is_causal,
             policy=resolve(self.policy),
-            window=self.window,
+            window=window_of(self.window_left, self.window_right),
             key_lengths=self.key_lengths,
             k_mean=self.k_mean,
         )
@@ -106,11 +102,6 @@ class Backward(NamedTuple):
     key_lengths: Tensor | None = None
     window_left: int = -1
     window_right: int = -1
-
-    @property
-    def window(self) -> Window:
-        """Keys before and after its own that a query sees; None: all."""
-        return _window(self.window_left, self.window_right)
 
     def check(self) -> None:
         """Raises what is wrong with the arguments, or is not implemented on their device."""
@@ -223,7 +214,7 @@ def backward_cpu(*inputs: Any) -> Tensors3:
         scale=default_scale(x.out, x.scale),
         causal=x.is_causal,
         policy=resolve(x.policy),
-        window=x.window,
+        window=window_of(x.window_left, x.window_right),
         key_lengths=x.key_lengths,
     )
     fill(outputs, grads)

@@ -1,9 +1,9 @@
 """Names and schemas of the ops, and the library object that owns them.
 
-``sage::attn`` and ``sage::attn_with_lse`` are what users call. They are composites: a graph holds
-``attn_fwd`` + ``attn_backward`` where gradients are needed and ``attn_infer`` elsewhere. Tensors
-are positional (DTensor takes no others) and everything static is a plain argument; -1 is a window
-without end.
+``sage::attn``, ``sage::attn_varlen`` and their ``_with_lse`` are what users call. They are
+composites: a graph holds ``attn_fwd`` + ``attn_backward`` (``attn_varlen_fwd`` and so on) where
+gradients are needed and ``attn_infer`` elsewhere. Tensors are positional (DTensor takes no others)
+and everything static is a plain argument; -1 is a window without end.
 """
 
 from __future__ import annotations
@@ -32,6 +32,17 @@ _SAVED = (
 _GIVEN = (
     f"Tensor dout, Tensor? dlse, Tensor? q, Tensor? k, Tensor v, Tensor out, Tensor lse, {_SAVED}"
 )
+_PACKED_PUBLIC = (
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "Tensor? k_mean=None, *, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "bool is_causal=False, int window_left=-1, int window_right=-1, float? scale=None, "
+    'str policy="default")'
+)
+_PACKED_STATIC = (
+    "float? scale, bool is_causal, str policy, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, int window_left=-1, int window_right=-1"
+)
+_PACKED_KERNEL = f"(Tensor q, Tensor k, Tensor v, {_PACKED_STATIC}, Tensor? k_mean=None)"
 SCHEMAS = {
     "attn": f"{_PUBLIC} -> Tensor",
     "attn_with_lse": f"{_PUBLIC} -> (Tensor out, Tensor lse)",
@@ -39,6 +50,11 @@ SCHEMAS = {
     "attn_infer": f"{_KERNEL} -> (Tensor out, Tensor lse, Tensor k_mean)",
     "attn_fwd": f"{_KERNEL} -> (Tensor out, Tensor lse, {_SAVED})",
     "attn_backward": f"({_GIVEN}, {_STATIC}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "attn_varlen": f"{_PACKED_PUBLIC} -> Tensor",
+    "attn_varlen_with_lse": f"{_PACKED_PUBLIC} -> (Tensor out, Tensor lse)",
+    "attn_varlen_infer": f"{_PACKED_KERNEL} -> (Tensor out, Tensor lse, Tensor k_mean)",
+    "attn_varlen_fwd": f"{_PACKED_KERNEL} -> (Tensor out, Tensor lse, {_SAVED})",
+    "attn_varlen_backward": (f"({_GIVEN}, {_PACKED_STATIC}) -> (Tensor dq, Tensor dk, Tensor dv)"),
 }
 for _name, _schema in SCHEMAS.items():
     LIB.define(_name + _schema, tags=TAGS)

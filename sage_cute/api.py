@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from typing import Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from sage_cute.support import Window, window_sizes
 
 Layout = Literal["bhsd", "bshd"]
 _attn, _attn_with_lse = op("attn"), op("attn_with_lse")
+_varlen, _varlen_with_lse = op("attn_varlen"), op("attn_varlen_with_lse")
 
 
 @overload
@@ -114,10 +115,9 @@ def attention(
     elif layout != "bhsd":
         raise ShapeError(f"layout {layout!r}: 'bhsd' or 'bshd'")
     if unknown:
-        raise _unknown(*unknown)
+        raise _unknown("attention", (*_KEYWORDS, "key_lengths", "layout"), *unknown)
     left, right = window_sizes(window)
-    function = _attn_with_lse if return_lse else _attn
-    result = function(
+    result: Any = (_attn_with_lse if return_lse else _attn)(
         q,
         k,
         v,
@@ -129,13 +129,123 @@ def attention(
         scale=scale,
         policy=policy,
     )
-    if layout == "bhsd":
-        return result  # type: ignore[no-any-return]
-    if return_lse:
-        return result[0].transpose(1, 2), result[1]
-    return result.transpose(1, 2)  # type: ignore[no-any-return]
+    if layout == "bshd":
+        result = (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
+    return cast("Tensor | tuple[Tensor, Tensor]", result)
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    k_mean: Tensor | None = ...,
+    scale: float | None = ...,
+    policy: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    k_mean: Tensor | None = ...,
+    scale: float | None = ...,
+    policy: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    k_mean: Tensor | None = None,
+    scale: float | None = None,
+    policy: str = "default",
+    return_lse: bool = False,
+    **unknown: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` of a packed batch: each sequence alone, whatever its length, no padding.
+
+    Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1], which may be none. Results are
+    those of running the sequences one by one (on the CPU to the bit), the mean of K that K
+    smoothing subtracts included. Tokens before the first and after the last sequence belong to
+    nobody: their out and gradients are 0, their LSE is -inf.
+
+    Args:
+        q: (total_q, heads, head_dim), float16, bfloat16 or float32; any strides.
+        k: (total_k, kv_heads, head_dim); heads is a multiple of kv_heads.
+        v: like k.
+        cu_seqlens_q: (sequences + 1,) int32 on q's device, not decreasing, within 0 and total_q:
+            where the queries of each sequence start, and where the last ones end. Not read on the
+            host for CUDA tensors, so wrong bounds are an error on the CPU only.
+        cu_seqlens_k: the same of the keys.
+        max_seqlen_q: the largest number of queries of a sequence, or more; None: total_q. On a GPU
+            a tight number saves launching thread blocks that have nothing to do.
+        max_seqlen_k: the same of the keys.
+        causal: as in :func:`attention`, with the lengths of each sequence.
+        window: as in :func:`attention`.
+        k_mean: (sequences, kv_heads, head_dim), as in :func:`attention`.
+        scale: softmax scale; None: head_dim ** -0.5.
+        policy: as in :func:`attention`.
+        return_lse: also return the LSE.
+        **unknown: other keywords are refused, with what to use instead.
+
+    Returns:
+        out, in q's shape and dtype; with ``return_lse`` also the log-sum-exp of the scaled scores
+        (natural logarithm, float32, (heads, total_q)).
+
+    Raises:
+        ArgumentError: (a TypeError) an unknown keyword.
+        DTypeError: (a TypeError) dtypes differ or are not supported.
+        ShapeError: (a ValueError) shapes do not fit together.
+        UnsupportedError: (a ValueError) no implementation for this device or head_dim.
+        PolicyError: (a ValueError) unknown policy.
+    """
+    if scale is not None and type(scale) is not float:
+        scale = _as_float(scale)
+    if unknown:
+        raise _unknown("attention_varlen", _KEYWORDS, *unknown)
+    left, right = window_sizes(window)
+    result: Tensor | tuple[Tensor, Tensor] = (_varlen_with_lse if return_lse else _varlen)(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        k_mean,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        is_causal=causal,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        policy=policy,
+    )
+    return result
+
+
+_KEYWORDS = ("causal", "window", "k_mean", "scale", "policy", "return_lse")
 _INSTEAD = {
     **dict.fromkeys(("attn_mask", "mask", "key_padding_mask"), REFUSED["attn_mask"]),
     "dropout_p": REFUSED["dropout"],
@@ -144,10 +254,11 @@ _INSTEAD = {
 }
 
 
-def _unknown(name: str, *_: str) -> ArgumentError:
-    known = "causal, window, key_lengths, k_mean, scale, policy, return_lse and layout"
-    instead = f"not supported: {_INSTEAD[name]}" if name in _INSTEAD else f"it takes {known}"
-    return ArgumentError(f"sage_cute.attention: unknown keyword {name}; {instead}")
+def _unknown(function: str, known: tuple[str, ...], name: str, *_: str) -> ArgumentError:
+    instead = f"it takes {', '.join(known)}"
+    if name in _INSTEAD:
+        instead = f"not supported: {_INSTEAD[name]}"
+    return ArgumentError(f"sage_cute.{function}: unknown keyword {name}; {instead}")
 
 
 def _swap_heads(x: Tensor) -> Tensor:

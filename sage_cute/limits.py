@@ -22,7 +22,7 @@ MASKS: Final = {
     "window": "sliding window",
     "key_lengths": "padding mask (key lengths)",
     "k_mean": "given mean of K (k_mean)",
-    "packed": "packed sequences of different lengths",
+    "packed": "packed batch of sequences of different lengths",
 }
 """What a call may ask for beyond plain attention. Every family attends without."""
 
@@ -33,20 +33,27 @@ class Rule:
 
     field: str
     values: tuple[Any, ...]
-    given: tuple[str, Any] | None = None  # only of policies with this value of another field
+    # Only of policies in which one of these fields has this value.
+    given: tuple[tuple[str, ...], Any] | None = None
 
     def why_not(self, policy: Policy) -> str | None:
         """The reason why a policy breaks this rule, with the remedy; None if it does not."""
-        value = getattr(policy, self.field)
-        if value in self.values or (self.given and getattr(policy, self.given[0]) != self.given[1]):
+        value, (fields, wanted) = getattr(policy, self.field), self.given or ((), None)
+        if value in self.values or (fields and wanted not in (getattr(policy, f) for f in fields)):
             return None
-        of = f" with {_setting(*self.given)}" if self.given else ""
-        remedy = " or ".join(map(_shown, self.values))
-        return f"{_setting(self.field, value)}{of}: no kernel; set {self.field}={remedy}"
+        return f"{self.field}={_shown(value)}{self._where()}: no kernel; set {self._remedy()}"
 
     def __str__(self) -> str:
-        of = f" with {_setting(*self.given)}" if self.given else ""
-        return f"{self.field}={' or '.join(map(_shown, self.values))}{of}"
+        return self._remedy() + self._where()
+
+    def _remedy(self) -> str:
+        return f"{self.field}={' or '.join(map(_shown, self.values))}"
+
+    def _where(self) -> str:
+        if not self.given:
+            return ""
+        fields, wanted = self.given
+        return f" with {' or '.join(f'{f}={_shown(wanted)}' for f in fields)}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,7 +127,7 @@ CPU: Final = Family(
         "window": BOTH,
         "key_lengths": BOTH,
         "k_mean": BOTH,
-        "packed": NEITHER,
+        "packed": BOTH,
     },
     rules={"forward": (), "backward": ()},
 )
@@ -145,7 +152,7 @@ HOPPER: Final = Family(
             Rule("k_scale", ("per_block",)),
             Rule("v_scale", ("per_token", "per_block")),
             Rule("block_k", (128, 64, 32)),
-            Rule("block_q", (128, 64, 32, 16, 1), given=("q_scale", "per_block")),
+            Rule("block_q", (128, 64, 32, 16, 1), given=(("q_scale",), "per_block")),
         ),
         "backward": (
             Rule("qk", ("int8",)),
@@ -153,10 +160,10 @@ HOPPER: Final = Family(
             Rule("smooth_q", (False,)),
             Rule("smooth_v", (False,)),
             Rule("v_scale", ("per_token", "per_block")),
-            *(Rule("bwd_block_q", (64, 128), given=(p, "int8")) for p in ("dv", "dk", "dq")),
-            *(Rule("bwd_block_k", (64,), given=(p, "int8")) for p in ("dv", "dk", "dq")),
-            Rule("ds_dq_rows", (0, 1, 8), given=("dq", "int8")),
-            Rule("do_scale", ("per_token",), given=("dp", "int8")),
+            Rule("bwd_block_q", (64, 128), given=(("dv", "dk", "dq"), "int8")),
+            Rule("bwd_block_k", (64,), given=(("dv", "dk", "dq"), "int8")),
+            Rule("ds_dq_rows", (0, 1, 8), given=(("dq",), "int8")),
+            Rule("do_scale", ("per_token",), given=(("dp",), "int8")),
         ),
     },
     capabilities=((9, 0),),
@@ -168,7 +175,9 @@ REFUSED: Final = {
     "attn_mask": "an arbitrary mask (attn_mask): for padding at the end pass key_lengths, for a "
     "band around the diagonal causal and window, and for sequences of different lengths use "
     "attention_varlen",
-    "nested": "nested tensors: pad them to one length",
+    "nested": "nested tensors: pass their values() and offsets().int() to attention_varlen",
+    "packed DTensor": "DTensor in a packed batch: shard it by head and call attention_varlen on "
+    "the local tensors, with torch.distributed.tensor.experimental.local_map",
     "sparse": "sparse tensors: call to_dense() first",
     "dropout": "dropout in attention: use torch's scaled_dot_product_attention where it is needed",
     "double backward": "double backward: there is no gradient of its gradient; use torch's "
@@ -255,10 +264,6 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 def _list(parts: Sequence[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
-
-
-def _setting(field: str, value: Any) -> str:
-    return f"{field}={_shown(value)}"
 
 
 def _shown(value: Any) -> str:

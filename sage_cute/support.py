@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 
@@ -45,17 +46,21 @@ def check_dense(*tensors: Tensor) -> None:
             raise UnsupportedError(f"sage.attn: not supported: {REFUSED[kind]}")
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, packed: bool = False
+) -> None:
     """Raises the one error that says what is wrong with the inputs of attention, and the remedy.
 
-    Reads sizes, dtypes and devices only, never data: it runs on fake tensors as well.
+    Reads sizes, dtypes and devices only, never data: it runs on fake tensors as well. ``packed``:
+    sequences follow each other in the first dimension, which is tokens.
     """
     check_dense(q, k, v)
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ShapeError(
-            "sage.attn: q, k and v must be (batch, heads, seqlen, head_dim), got "
-            f"{_shapes(q, k, v)}; add the missing dimensions with unsqueeze"
-        )
+    if not q.dim() == k.dim() == v.dim() == (3 if packed else 4):
+        shape = "(batch, heads, seqlen, head_dim)"
+        remedy = "add the missing dimensions with unsqueeze"
+        if packed:
+            shape, remedy = "(tokens, heads, head_dim)", "put the sequences one after the other"
+        raise ShapeError(f"sage.attn: q, k and v must be {shape}, got {_shapes(q, k, v)}; {remedy}")
     if not q.dtype == k.dtype == v.dtype:
         raise DTypeError(
             f"sage.attn: q, k and v have different dtypes ({q.dtype}, {k.dtype}, {v.dtype}); cast "
@@ -66,17 +71,15 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
             f"sage.attn: q, k and v are on different devices ({q.device}, {k.device}, {v.device}); "
             "move them to one"
         )
-    batch, heads, _, head_dim = q.shape
     if k.shape != v.shape:
         raise ShapeError(
             f"sage.attn: k {tuple(k.shape)} and v {tuple(v.shape)} must have the same shape; not "
             f"supported: {REFUSED['head_dim of v']}"
         )
-    if k.shape[0] != batch or k.shape[3] != head_dim:
-        raise ShapeError(
-            f"sage.attn: q, k and v need the same batch and head_dim, got {_shapes(q, k, v)}"
-        )
-    kv_heads = k.shape[1]
+    if (not packed and q.shape[0] != k.shape[0]) or q.shape[-1] != k.shape[-1]:
+        same = "head_dim" if packed else "batch and head_dim"
+        raise ShapeError(f"sage.attn: q, k and v need the same {same}, got {_shapes(q, k, v)}")
+    heads, kv_heads = q.shape[1], k.shape[1]
     if heads % kv_heads if kv_heads else heads:
         raise ShapeError(
             f"sage.attn: {heads} query heads are no multiple of {kv_heads} key heads; repeat or "
@@ -136,6 +139,40 @@ def check_key_length_values(key_lengths: Tensor | None, k: Tensor) -> None:
         )
 
 
+def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> None:
+    """Raises if the bounds of packed sequences are not what attention takes; does not read them."""
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x.dtype != torch.int32 or x.dim() != 1 or not x.shape[0]:
+            raise ShapeError(
+                f"sage.attn: {name} must be int32 of shape (sequences + 1,), 0 and the running sum "
+                f"of the lengths, got {x.dtype} {tuple(x.shape)}"
+            )
+        _check_same_device(name, x, q)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ShapeError(
+            "sage.attn: cu_seqlens_q and cu_seqlens_k must have one length, got "
+            f"{_shapes(cu_seqlens_q, cu_seqlens_k)}; give a sequence without tokens the length 0"
+        )
+
+
+def check_cu_seqlens_values(
+    name: str, cu_seqlens: Tensor, tokens: int, max_seqlen: int | None
+) -> None:
+    """Raises for bounds of no sequences. Reads them: for CPU tensors only."""
+    bounds = cu_seqlens.tolist()
+    if sorted(bounds) != bounds or bounds[0] < 0 or bounds[-1] > tokens:
+        raise ShapeError(
+            f"sage.attn: cu_seqlens_{name} {bounds} must not decrease and lie within 0 and the "
+            f"{tokens} tokens of {name}"
+        )
+    longest = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
+    if max_seqlen is not None and longest > max_seqlen:
+        raise ShapeError(
+            f"sage.attn: max_seqlen_{name}={max_seqlen}, but a sequence has {longest} tokens; give "
+            "the longest length, or None"
+        )
+
+
 def check_k_mean(
     k_mean: Tensor | None, k: Tensor, policy: str, sequences: int | None = None
 ) -> None:
@@ -159,9 +196,9 @@ def check_k_mean(
     _check_same_device("k_mean", k_mean, k)
 
 
-def _check_same_device(name: str, x: Tensor, k: Tensor) -> None:
-    if x.device != k.device:
-        raise UnsupportedError(f"sage.attn: {name} is on {x.device}; move it to {k.device}")
+def _check_same_device(name: str, x: Tensor, like: Tensor) -> None:
+    if x.device != like.device:
+        raise UnsupportedError(f"sage.attn: {name} is on {x.device}; move it to {like.device}")
 
 
 def extras(

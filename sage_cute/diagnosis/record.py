@@ -18,11 +18,6 @@ from sage_cute.support import extras, is_supported
 from sage_cute.testing import Inputs
 
 _SDPA = F.scaled_dot_product_attention
-_SAGE = {
-    function
-    for packet in (torch.ops.sage.attn, torch.ops.sage.attn_with_lse)
-    for function in (packet, packet.default)
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +87,14 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or not (func is _SDPA or func in _SAGE):
+        describe = _CALLS.get(func)
+        if self._paused or describe is None:
             return func(*args, **kwargs)
         with self._pause():
             result = func(*args, **kwargs)
         outputs = result if isinstance(result, tuple) else (result,)
         if outputs[0].requires_grad:  # else no gradient will come: inference, or a recomputation's
-            self._watch(outputs, *(_sdpa_call if func is _SDPA else _sage_call)(*args, **kwargs))
+            self._watch(outputs, *describe(*args, **kwargs))
         return result
 
     def _watch(self, outputs: tuple[Tensor, ...], call: Call, refusal: str) -> None:
@@ -175,6 +171,17 @@ def _sdpa_call(
         refusal = f"dropout of {dropout_p}: sage::attn has none; set it to 0"
     call, unsupported = _call("SDPA", query, key, value, is_causal, scale, None)
     return call, refusal or unsupported
+
+
+def _varlen_call(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Call, str]:
+    call = Call("", "sage::attn_varlen", None, Inputs(q, k, v, q), None, False, None)
+    return call, "packed sequences: a diagnosis examines batches of one length; give it one"
+
+
+_CALLS: dict[Any, Callable[..., tuple[Call, str]]] = {_SDPA: _sdpa_call}
+for _name, _describe in (("attn", _sage_call), ("attn_varlen", _varlen_call)):
+    for _packet in (getattr(torch.ops.sage, _name), getattr(torch.ops.sage, f"{_name}_with_lse")):
+        _CALLS[_packet] = _CALLS[_packet.default] = _describe
 
 
 def _call(

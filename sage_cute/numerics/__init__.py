@@ -3,6 +3,11 @@
 from sage_cute.numerics.backward import sage_backward
 from sage_cute.numerics.forward import SageForward, Saved, sage_forward, saved_shapes
 from sage_cute.numerics.metrics import cosine, rel_l2
+from sage_cute.numerics.packed import (
+    sage_backward_varlen,
+    sage_forward_varlen,
+    saved_shapes_varlen,
+)
 from sage_cute.numerics.quantize import Quantized, quantize
 from sage_cute.numerics.reference import (
     Attention,
@@ -23,6 +28,9 @@ __all__ = [
     "quantize",
     "rel_l2",
     "sage_backward",
+    "sage_backward_varlen",
     "sage_forward",
+    "sage_forward_varlen",
     "saved_shapes",
+    "saved_shapes_varlen",
 ]

@@ -206,7 +206,7 @@ def test_is_supported_of_good_inputs() -> None:
         ("dropout_p", 0.1, "dropout in attention"),
         ("is_causal", True, "causal=True is aligned bottom-right"),
         ("enable_gqa", True, "k and v may always have fewer heads"),
-        ("sm_scale", 0.1, "it takes causal, window, key_lengths, k_mean, scale"),
+        ("sm_scale", 0.1, "it takes causal, window, k_mean, scale, policy, return_lse, key_l"),
     ],
 )
 def test_unknown_arguments_are_refused(name, value, instead) -> None:

@@ -24,9 +24,7 @@ CHANGES = (
     *("block_k=64", "block_k=32", "block_k=16", "block_k=48", "block_k=256", "p_max=127"),
     *("block_q=64", "q_scale=per_block,block_q=16", "q_scale=per_block,block_q=100"),
     *("p_scale=per_block", "dp=16bit,dp_v=exact", "bwd_block_q=64", "bwd_block_k=96"),
-    *("dv=int8,bwd_block_q=32", "dk=int8,bwd_block_q=32", "dq=int8,bwd_block_q=32"),
-    *("dv=int8,bwd_block_k=128", "dk=int8,bwd_block_k=128", "dq=int8,bwd_block_k=128"),
-    *("dq=int8,ds_dq_rows=64", "dp=16bit,dv=int8,dk=int8,dq=int8"),
+    *("dv=int8,bwd_block_q=32", "dq=int8,ds_dq_rows=16"),
 )
 POLICIES = (*PRESETS, *(f"{p}:{c}" for p, c in itertools.product(("fast", "sagebwd"), CHANGES)))
 
@@ -80,10 +78,10 @@ def test_head_dims_and_dtypes_say_what_to_do(family) -> None:
 
 def test_the_remedy_for_a_head_dim_gives_the_same_attention() -> None:
     """Zeros appended, and the scale given: nothing but the shape changes."""
-    q, k, v = (torch.randn(1, 2, 40, 36) for _ in range(3))
-    assert "pad q, k and v with zeros to 40 and give scale" in HOPPER.why_not_head_dim(36)
-    padded = (torch.nn.functional.pad(x, (0, 4)) for x in (q, k, v))
-    out = sage_cute.attention(*padded, scale=36**-0.5)[..., :36]
+    q, k, v = (torch.randn(1, 2, 40, 41) for _ in range(3))
+    assert "pad q, k and v with zeros to 48 and give scale" in HOPPER.why_not_head_dim(41)
+    padded = (torch.nn.functional.pad(x, (0, 7)) for x in (q, k, v))
+    out = sage_cute.attention(*padded, scale=41**-0.5)[..., :41]
     torch.testing.assert_close(out, sage_cute.attention(q, k, v))
 
 
