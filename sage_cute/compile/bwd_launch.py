@@ -236,7 +236,8 @@ def backward(
     sight.check(q_codes.shape[0], dout.device)
     _check(plan, packed, dout, dlse, v, out, lse, q_codes, k_codes, q_scale, k_scale, dq, dk, dv)
     seqlen_q, seqlen_k = q_codes.shape[2], k_codes.shape[2]
-    if q_codes.numel() == 0 or k_codes.numel() == 0:
+    empty = packed is not None and packed.is_empty
+    if q_codes.numel() == 0 or k_codes.numel() == 0 or empty:
         for gradient in (dq, dk, dv):
             gradient.zero_()
         return
