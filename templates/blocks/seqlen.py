@@ -53,8 +53,8 @@ class Sequence(NamedTuple):
     right: Any
 
 
-# Functions, not methods: the DSL takes a method call in a dynamic branch for a change of its object,
-# and makes its integers of Python dynamic.
+# Functions, not methods: the DSL takes a method call in a dynamic branch for a change of its
+# object, and makes its integers of Python dynamic.
 
 
 def group_q(seq: Sequence, block: int):

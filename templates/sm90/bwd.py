@@ -1,4 +1,4 @@
-"""INT8 attention backward for Hopper, dK and dV: S and dP in INT8, the gradients in 16 bit."""
+"""INT8 attention backward for Hopper, dK and dV, each product in INT8 or (all but S) 16 bit."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -55,6 +55,10 @@ class SageBwdSm90(AttnTemplate):
         stats             float32 (batch, heads, rows padded to 128, 4): q_scale scale log2 e, LSE
                           in log2 units, -delta / do_scale, do_scale; (0, inf, 0, 0) behind the rows
         k_scale, v_scale  float32 (batch, kv_heads, groups of keys)
+        q_t, dout_t       int8 (batch, heads, head_dim, rows padded to 128), instead of q_hat and of
+                          dout in dV if dK and dV are INT8: ``quant.bwd_transposed``
+        q_t_scale, dout_t_scale
+                          float32 (batch, heads, padded rows / tile_q, head_dim), of 22 bits
         dk, dv            (batch, kv_heads, seqlen_k, head_dim), head_dim contiguous
 
     Roles
@@ -62,7 +66,8 @@ class SageBwdSm90(AttnTemplate):
                           and dO of S and dP, then dO and Q^ of dV and dK
         warp 1            statistics of the queries, with the keys' scale, into the stage
         warps 2, 3        nothing (they complete the warpgroup that gives up its registers)
-        warps 4 ... 11    two consumer warpgroups, 64 keys each
+        warps 4 ... 11    two consumer warpgroups, 64 keys each; or both the same 64 keys and each
+                          one half of the tile's queries (``query_wgs``)
 
     Pipelines (producer -> consumer; arrivals on full, on empty)
         kept    warp 0 -> consumers, 1 stage       1 + bytes, -
@@ -72,6 +77,9 @@ class SageBwdSm90(AttnTemplate):
     Shared memory
         K, V (tile_n, head_dim); Q, dO (tile_m, head_dim, stages), Q^, dO (tile_m, columns, stages),
         statistics of pairs of queries (4, tile_m / 2, stages) for S, (2, tile_m / 2, stages) for dP
+        (4 where dS must have do_scale in it: an INT8 dK with an INT8 dP). For INT8: Q^T, dO^T
+        (columns, tile_m, stages), scales of their channels (1, columns, stages), maxima (128, 2,
+        stages). What warpgroups that share keys add up takes the tiles' place at the end.
 
     A consumer's step on tile i: issue S^T = K Q^T, dP^T = V dO^T of i and dK += dS^T Q of i - 1 ->
     wait for S, P -> issue dV += P^T dO -> wait for dP, dP - delta -> wait for dK, dS -> wait for
@@ -79,6 +87,10 @@ class SageBwdSm90(AttnTemplate):
     run. All products are waited for in the step that issues them: what is in flight around a loop
     is serialized by ptxas. Steps come in groups of ``num_stages``, so that buffers have indices
     known at compile time; the groups that need a mask come first.
+
+    With an INT8 dV or dK the step ends what it begins (``step_int8``): S^T, dP^T -> P, its codes ->
+    dS, its codes -> slices of the products, one running while the one before is added up. P and dS
+    stay floats until they are quantized, so that codes are those of the CPU but at ties.
     """
 
     family = "sm90"
@@ -842,16 +854,15 @@ class SageBwdSm90(AttnTemplate):
         channels = more.channels[which][0, None, stage]
         return bwd_int8.Job(mma, acc, a, b, scales, channels, self.rows // 32)
 
-    @cute.jit
     def add_up(self, sums, tidx, wq, acc_dK, acc_dV):
         """DK of the first warpgroup and dV of the second one become those of both."""
-        thread, size = tidx % 128, const_expr(cute.size(acc_dK))
-        everyone = const_expr(128 * self.config.num_consumer_wgs)
+        thread, size = tidx % 128, cute.size(acc_dK)
+        everyone = 128 * self.config.num_consumer_wgs
         cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=everyone)
-        for i in cutlass.range_constexpr(size):
+        for i in range(size):
             sums[thread, i, wq] = ptx.select(wq == 0, acc_dV[i], acc_dK[i])
         cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=everyone)
-        for i in cutlass.range_constexpr(size):
+        for i in range(size):
             other = sums[thread, i, 1 - wq]
             acc_dK[i] = acc_dK[i] + other
             acc_dV[i] = acc_dV[i] + other

@@ -1,4 +1,4 @@
-"""INT8 attention backward for Hopper, dQ: S and dP in INT8, the gradient in 16 bit."""
+"""INT8 attention backward for Hopper, dQ, each product in INT8 or (all but S) 16 bit."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -35,6 +35,9 @@ class SageBwdDqSm90(AttnTemplate):
 
     Layouts (global memory): those of ``sm90.bwd``, and
         k_hat  bfloat16 (batch, kv_heads, seqlen_k, head_dim), the dequantized codes
+        k_t    int8 (batch, kv_heads, head_dim, seqlen_k padded to 128), instead of k_hat if dQ is
+               INT8: ``quant.bwd_transposed``
+        k_t_scale  float32 (batch, kv_heads, padded seqlen_k / 64, head_dim), of 22 bits
         dq     (batch, heads, seqlen_q, head_dim), head_dim contiguous; the queries that see no key
                are not written
 
@@ -52,12 +55,13 @@ class SageBwdDqSm90(AttnTemplate):
 
     Shared memory
         Q, dO (tile_m, head_dim); K, V, K^ (tile_n, head_dim, stages); scales of K and of V
-        (tile_n, 2, stages)
+        (tile_n, 2, stages). For INT8: K^T (head_dim, tile_n, stages), scales of its channels (1,
+        head_dim, stages), maxima (32, stages)
 
     A consumer's step on tile j (from the last one that a query sees to 0): issue S = Q K^T,
     dP = dO V^T of j and dQ += dS K of j + 1 -> wait for S, P -> wait for dP, dP - delta -> wait
     for dQ, dS. What belongs to a query stays in registers. Steps come in groups of
-    ``dq_num_stages``, as in ``sm90.bwd``.
+    ``dq_num_stages``, as in ``sm90.bwd``. With an INT8 dQ the step ends what it begins, as there.
     """
 
     family = "sm90"

@@ -129,7 +129,7 @@ def errors(case, **options):
 
 def main() -> None:
     """A few small ragged launches, for compute-sanitizer."""
-    for policy in (FIRST, SIXTEEN):
+    for policy in (FIRST, SIXTEEN, "int8", "sagebwd"):
         for causal in (False, True):
             case = Case((1, 2, 1, 150, 300), 64, policy, causal)
             launch(case, make_inputs(case))

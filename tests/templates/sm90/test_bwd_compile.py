@@ -14,6 +14,7 @@ from sage_cute.config.bwd import BwdProblem, default_bwd_config
 from sage_cute.policies import resolve
 
 POLICIES = ("fast", "fast:k_scale=per_token", "fast:dp=16bit", "accurate")
+INT8 = ("int8", "sagebwd", "fast:dv=int8", "accurate:dk=int8")
 
 
 def kernels(head_dim, dtype, causal, policy, **more):
@@ -49,6 +50,35 @@ def test_every_kernel_compiles_to_the_products_of_its_policy(reports, head_dim):
         assert report["other_products"] == steps * other, report
 
 
+@pytest.mark.parametrize("head_dim", [24, 64, 128, 256])
+def test_every_int8_kernel_compiles_to_the_products_of_its_policy(reports, head_dim):
+    cases = [
+        case
+        for policy in INT8
+        for case in kernels(head_dim, "bfloat16", True, policy)
+        if case["kernel"] == "keys" or policy in ("int8", "sagebwd")
+    ]
+    for report in reports(cases):
+        case, keys = report["case"], report["case"]["kernel"] == "keys"
+        policy = resolve(case["policy"])
+        problem = BwdProblem.of(policy, head_dim=head_dim, dtype="bfloat16", is_causal=True)
+        c, d = default_bwd_config(problem), problem.padded_dim
+        columns = d // c.column_splits if keys else d
+        products = ["int8", policy.dp, *([policy.dv, policy.dk] if keys else [policy.dq])]
+        contracted = [d, d, 64, 64]
+        slices = [1, 1, columns // 64, columns // 64]
+        # of a step, with a mask and without, for each buffer
+        steps = 2 * (c.num_stages if keys else c.dq_num_stages)
+        int8 = sum(
+            k // 32 * n
+            for p, k, n in zip(products, contracted, slices, strict=False)
+            if p == "int8"
+        )
+        other = sum(k // 16 for p, k in zip(products, contracted, strict=False) if p != "int8")
+        assert report["int8_products"] == steps * int8, report
+        assert report["other_products"] == steps * other, report
+
+
 @pytest.mark.parametrize("head_dim", [24, 32, 64, 96, 128, 200, 256])
 def test_the_preprocess_compiles(reports, head_dim):
     cases = [
@@ -59,7 +89,7 @@ def test_the_preprocess_compiles(reports, head_dim):
             "policy": policy,
             "kernel": "preprocess",
         }
-        for policy in POLICIES
+        for policy in (*POLICIES, *INT8)
     ]
     assert all(report["other_products"] == 0 for report in reports(cases))
 
