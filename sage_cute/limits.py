@@ -138,10 +138,10 @@ HOPPER: Final = Family(
     head_dims=range(16, 257, 8),
     masks={
         "causal": BOTH,
-        "window": NEITHER,
-        "key_lengths": NEITHER,
-        "k_mean": NEITHER,
-        "packed": NEITHER,
+        "window": BOTH,
+        "key_lengths": BOTH,
+        "k_mean": BOTH,
+        "packed": BOTH,
     },
     rules={
         "forward": (

@@ -96,6 +96,12 @@ def sequence(lengths: str, is_causal: bool, bounds: Bounds, index, seqlen_q, seq
     return Sequence(index, index, 0, 0, seqlen_q, seqlen_k, keys, bounds.left, right)
 
 
+def dense(batch, seqlen_q, seqlen_k, *, causal: bool) -> Sequence:
+    """An entry of a dense batch without a window."""
+    right = 0 if causal else None
+    return Sequence(batch, batch, 0, 0, seqlen_q, seqlen_k, seqlen_k, None, right)
+
+
 def num_sequences(bounds: Bounds, tensor):
     """How many there are; ``tensor`` is (..., batch)."""
     return tensor.shape[3] if const_expr(bounds.cu_q is None) else bounds.cu_q.shape[0] - 1
