@@ -961,7 +961,7 @@ class SageBwdSm90(AttnTemplate):
         return bwd_int8.Job(mma, acc, a, b, scales, channels, self.rows // 32)
 
     def add_up(self, sums, tidx, wq, acc_dK, acc_dV):
-        """DK of the first warpgroup and dV of the second one become those of both."""
+        """Makes dK of the first warpgroup and dV of the second one those of both."""
         thread, size = tidx % 128, cute.size(acc_dK)
         everyone = 128 * self.config.num_consumer_wgs
         cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=everyone)

@@ -437,6 +437,8 @@ class SageBwdDqSm90(AttnTemplate):
             four = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(stats[cutlass.min(row, work.rows - 1), None], four)
             q_scale[r], lse[r], delta[r] = four[0], four[1], four[2]
+            if self.problem.dq_rows > 1:  # what is no query sets no scale
+                lse[r] = ptx.select(row < work.rows, lse[r], Float32(float("inf")))
             if self.true_ds:  # P times do_scale
                 lse[r] = lse[r] - ptx.log2(four[3])
             visible.append(key_end(row, work.seq, work.offset) - first[1])

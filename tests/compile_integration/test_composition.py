@@ -201,12 +201,14 @@ SHARDED = textwrap.dedent("""
         torch.testing.assert_close(sharded_lse.full_tensor(), lse)
         for a, b in zip(single, parts):
             torch.testing.assert_close(b.grad.full_tensor(), a.grad)
-        lengths = torch.tensor([40, 17])
-        masked = sage_cute.attention(*whole, window=(9, 3), key_lengths=lengths)
+        lengths, mean = torch.tensor([40, 17]), torch.randn(2, kv_heads, 32)
+        masked = sage_cute.attention(*whole, window=(9, 3), key_lengths=lengths, k_mean=mean)
         on = Shard(0) if placement == Shard(0) else Replicate()
+        of_mean = placement if expected is not None else Replicate()
         local = sage_cute.attention(
             *(x.detach() for x in parts), window=(9, 3),
             key_lengths=distribute_tensor(lengths, mesh, [on]),
+            k_mean=distribute_tensor(mean, mesh, [of_mean]),
         )
         if expected is not None:
             assert local.placements == (expected,), local.placements

@@ -251,3 +251,37 @@ def test_24_checkpointing_of_every_kind_gives_the_same_gradients_bitwise(device)
     out.float().square().sum().backward()
     for leaf, grad in zip(leaves, want[1:], strict=True):
         assert torch.equal(leaf.grad, grad)
+
+
+@pytest.fixture
+def mesh():
+    """One rank: placements and shapes are found as for many, without other processes."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_25_dtensors_of_one_policy_after_another(mesh) -> None:
+    """What DTensor keeps of one call must not be taken for another's (saved tensors differ)."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x = make_inputs("g1", (2, 4, 130, 16), kv_heads=2, dtype=BF16)
+    for policy in (*PRESETS, "fast:smooth_k=false", "fast:qk=16bit,s=16bit", "fast"):
+        function = partial(sage_cute.attention, policy=policy, return_lse=True)
+        want = grads_of(function, x[:3])
+        for placement in (Shard(0), Shard(1), Replicate()):
+            parts = [distribute_tensor(t, mesh, [placement]) for t in x[:3]]
+            for a, b in zip(grads_of(function, parts), want, strict=True):
+                torch.testing.assert_close(a.full_tensor(), b)
+
+
+def test_25_a_mix_with_plain_tensors_says_what_to_do(mesh) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    q = torch.randn(2, 4, 9, 16)
+    sharded = distribute_tensor(q, mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="need to convert all torch.Tensor to DTensor"):
+        sage_cute.attention(sharded, q, q)

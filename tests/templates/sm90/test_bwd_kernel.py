@@ -172,6 +172,20 @@ def test_int8_where_there_is_nothing_to_scale(policy):
     assert (got[2][..., 5:9] == 0).all() and (got[0][:, :, :128] == 0).all()
 
 
+@pytest.mark.parametrize("policy", ["sagebwd", "int8:ds_dq_rows=8"])
+def test_int8_what_is_no_query_sets_no_scale(policy):
+    """Behind the last query P (dP - delta) would be P delta, far larger where V has a mean."""
+    a_case = case.Case((1, 1, 1, 70, 130), 64, policy, sigma=0.1)
+    inputs = case.make_inputs(a_case)
+    v = (torch.randn(inputs.v.shape) + 8.0).to(inputs.v.dtype)
+    out = v.float().mean(2, keepdim=True).expand(inputs.out.shape).to(v.dtype)
+    dout = torch.randn(inputs.dout.shape).to(v.dtype)
+    dout[:, :, -1] = dout[:, :, -1].abs()
+    inputs = inputs._replace(v=v, out=out, dout=dout)
+    got, want = case.launch(a_case, inputs), case.expected(a_case, inputs)
+    assert (got[0].float().cpu() - want[0].float()).norm() < CODES * want[0].float().norm()
+
+
 @pytest.mark.parametrize("policy", INT8)
 @pytest.mark.parametrize("size", [1e-30, 1e25])
 def test_int8_gradients_of_any_size(policy, size):
