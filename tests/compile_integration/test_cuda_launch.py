@@ -28,7 +28,9 @@ PROGRAM = textwrap.dedent("""
     select.tile_config = tuned
 
     def quantize_kernels(spec):
-        def run(q, k, v, q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, partials):
+        def run(q, k, v, q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, partials,
+                *masks):
+            assert masks == (None,) * 7
             calls.append((q, k, v))
             for x in (q, k, v):
                 assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0
@@ -42,7 +44,9 @@ PROGRAM = textwrap.dedent("""
         return run
 
     def forward_kernel(plan):
-        def run(q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale_log2, ctas):
+        def run(q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale_log2, ctas,
+                *masks):
+            assert masks == (None,) * 6
             q, k, v = calls[-1]
             assert (v_t == 7).all()
             causal = plan.problem.is_causal
@@ -69,11 +73,15 @@ PROGRAM = textwrap.dedent("""
         return sage_backward(dout, dlse, out, V, V, out, lse, saved, scale=scale,
                              causal=plan.problem.is_causal, policy=POLICY)
 
+    def without_masks(arguments, n):
+        assert arguments[-n:] == (None,) * n
+        return arguments[:-n]
+
     def keys_kernel(plan):
         assert plan.config != SPACES["bwd"].default(plan.problem)
 
         def run(*arguments):
-            *_, dk, dv, scale = arguments
+            *_, dk, dv, scale = without_masks(arguments, 6)
             grads = grads_of(plan, arguments[2], scale)
             dk.copy_(grads.dk)
             dv.copy_(grads.dv)
@@ -81,7 +89,7 @@ PROGRAM = textwrap.dedent("""
 
     def queries_kernel(plan):
         def run(*arguments):
-            *_, dq, rows, scale = arguments
+            *_, dq, rows, scale = without_masks(arguments, 5)
             dq.copy_(grads_of(plan, arguments[2], scale).dq)
         return run
 
