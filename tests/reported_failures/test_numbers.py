@@ -1,4 +1,4 @@
-"""Kinds 1 to 13: numbers. On the GPU too, where there is one (or with ``--emulate``)."""
+"""Kinds 1 to 13: numbers. On the GPU too, where there is one."""
 
 from __future__ import annotations
 
