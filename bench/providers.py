@@ -32,15 +32,18 @@ class Provider:
     policy: str | None = None
     quant_included: bool = True
     trains: bool = True
+    windows: bool = False
     why_not: str = ""  # it cannot run here at all: why
     prepare: Callable[[Inputs, Shape], Callable[[], Tensor]] | None = None
 
 
 def _sage(policy: str) -> Provider:
     def attend(x: Inputs, shape: Shape) -> Tensor:
-        return sage_cute.attention(x.q, x.k, x.v, causal=shape.causal, policy=policy)
+        return sage_cute.attention(
+            x.q, x.k, x.v, causal=shape.causal, window=(shape.window, None), policy=policy
+        )
 
-    return Provider("sage-cute", attend, policy=policy)
+    return Provider("sage-cute", attend, policy=policy, windows=True)
 
 
 def _sage_kernel(policy: str, device: str) -> Provider:
@@ -63,7 +66,15 @@ def _sage_kernel(policy: str, device: str) -> Provider:
         scale = shape.head_dim**-0.5
 
         def run() -> Tensor:
-            forward(*operands, out, lse, scale=scale, is_causal=shape.causal, policy=mix)
+            forward(
+                *operands,
+                out,
+                lse,
+                scale=scale,
+                is_causal=shape.causal,
+                window=(shape.window, None),
+                policy=mix,
+            )
             return out
 
         return run
@@ -75,6 +86,7 @@ def _sage_kernel(policy: str, device: str) -> Provider:
         policy=policy,
         quant_included=False,
         trains=False,
+        windows=True,
         why_not=missing,
         prepare=prepare,
     )
@@ -99,10 +111,10 @@ def _flash_attention_4() -> Provider:
 
     def attend(x: Inputs, shape: Shape) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
-        out = flash_attn_func(q, k, v, causal=shape.causal)
+        out = flash_attn_func(q, k, v, causal=shape.causal, window_size=(shape.window, None))
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-    return Provider("FlashAttention-4", attend)
+    return Provider("FlashAttention-4", attend, windows=True)
 
 
 def _sage_attention_1() -> Provider:
