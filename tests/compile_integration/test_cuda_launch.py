@@ -28,8 +28,8 @@ PROGRAM = textwrap.dedent("""
     select.tile_config = tuned
 
     def quantize_kernels(spec):
-        def run(q, k, v, q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, partials, *sight):
-            assert sight[2:] == (None,) * 5  # no key lengths, no packed batch
+        def run(q, k, v, q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, partials, *seen):
+            assert seen[2:] == (None,) * 5  # no key lengths, no packed batch
             calls.append((q, k, v))
             for x in (q, k, v):
                 assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0
@@ -43,8 +43,8 @@ PROGRAM = textwrap.dedent("""
         return run
 
     def forward_kernel(plan):
-        def run(q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale_log2, ctas, *sight):
-            assert sight == (None,) * 6
+        def run(q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale_log2, ctas, *seen):
+            assert seen == (None,) * 6
             q, k, v = calls[-1]
             assert (v_t == 7).all()
             causal = plan.problem.is_causal
