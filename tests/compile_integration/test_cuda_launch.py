@@ -43,13 +43,13 @@ PROGRAM = textwrap.dedent("""
         return run
 
     def forward_kernel(plan):
-        def run(q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale_log2, ctas, *seen):
+        def run(q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, log2, grid, *seen):
             assert seen == (None,) * 6
             q, k, v = calls[-1]
             assert (v_t == 7).all()
             causal = plan.problem.is_causal
             assert plan.config != SPACES["fwd"].default(plan.problem)
-            scale = scale_log2 / math.log2(math.e)
+            scale = log2 / math.log2(math.e)
             f = sage_forward(q, k, v, scale=scale, causal=causal, policy=POLICY)
             assert torch.equal(q_codes, f.saved.q_codes) and torch.equal(k_scale, f.saved.k_scale)
             out.copy_(f.out)
