@@ -52,13 +52,11 @@ def _sage_kernel(policy: str, device: str) -> Provider:
     def prepare(x: Inputs, shape: Shape) -> Callable[[], Tensor]:
         from sage_cute.compile.launch import V_SCALE_FORM, forward
         from sage_cute.compile.quant_launch import output_shapes, quant_spec, quantize
+        from sage_cute.compile.tensors import new_tensors
 
         mix = resolve(policy)
         spec = quant_spec(mix, x.q.dtype, shape.head_dim, V_SCALE_FORM)
-        buffers = {
-            name: x.q.new_empty(size, dtype=dtype)
-            for name, (size, dtype) in output_shapes(spec, x.q.shape, x.k.shape).items()
-        }
+        buffers = new_tensors(x.q, output_shapes(spec, x.q.shape, x.k.shape))
         quantize(x.q, x.k, x.v, policy=mix, v_scale_form=V_SCALE_FORM, **buffers)
         out, lse = torch.empty_like(x.q), x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
         names = ("q_codes", "q_scale", "k_codes", "k_scale", "v_t", "v_scale")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sage_cute.compile import bwd_launch
+from sage_cute.compile.visibility import Static
 from sage_cute.config import ARCHS
 from sage_cute.config.bwd import (
     BwdProblem,
@@ -109,7 +110,7 @@ def test_configurations_may_not_change_what_scales_are_for(policy, changes, word
 def test_mixes_that_differ_in_what_no_kernel_does_share_one():
     changes = "bwd_block_q=128,ds_dq_rows=8,transposed_scale=per_block,p_bwd_scale=per_tile"
     assert problem(64, FIRST) == problem(64, f"{FIRST}:{changes}")
-    ask = {"head_dim": 64, "dtype": torch.bfloat16, "is_causal": True, "config": None}
+    ask = {"head_dim": 64, "dtype": torch.bfloat16, "static": Static(True), "config": None}
     plans = [bwd_launch._plan(resolve(p), **ask) for p in (FIRST, f"{FIRST}:{changes}")]
     assert plans[0] == plans[1]
     assert bwd_launch._plan(resolve("int8"), **ask).per_channel
