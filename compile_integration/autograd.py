@@ -175,12 +175,34 @@ def _out_lse_mean(ops: Ops, needs_grad: bool, *inputs: Any) -> tuple[Tensor, Ten
     return outputs
 
 
+def _may_be_dtensor(q: Tensor) -> bool:
+    """Whether to import DTensor, which takes a second: once a subclass shows up and it is there."""
+    return type(q) is not Tensor and "torch.distributed.tensor" in sys.modules
+
+
 def _know_dtensor(q: Tensor) -> None:
-    """Registers sharding rules once a subclass shows up and DTensor is there (it takes ~1 s)."""
-    if type(q) is not Tensor and "torch.distributed.tensor" in sys.modules:
+    """Registers sharding rules when they may be needed."""
+    if _may_be_dtensor(q):
         from sage_cute.compile_integration.sharding import register_sharding_rules
 
         register_sharding_rules()
+
+
+def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What a packed batch refuses by the kind of its tensors."""
+    check_dense(q, k, v)
+    if _may_be_dtensor(q):
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(q, DTensor):
+            raise UnsupportedError(f"sage.attn_varlen: not supported: {REFUSED['packed DTensor']}")
+
+
+def _of_the_original_k(lse: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """The LSE from that of the smoothed K, and q . mean(K)."""
+    # A query that sees no key has lse = -inf whatever q is: no gradient through its bias.
+    bias = torch.where(lse == -torch.inf, 0.0, bias)
+    return lse + bias * scale
 
 
 def attn(
@@ -234,9 +256,7 @@ def attn_with_lse(
         means = mean.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2).unsqueeze(2)
         # Contiguous, since strides decide how torch sums.
         bias = (q.contiguous().float() * means).sum(-1)
-        # A query that sees no key has lse = -inf whatever q is: no gradient through its bias.
-        bias = torch.where(lse == -torch.inf, 0.0, bias)
-        lse = lse + bias * default_scale(q, scale)
+        lse = _of_the_original_k(lse, bias, default_scale(q, scale))
     return out, lse
 
 
@@ -257,7 +277,7 @@ def attn_varlen(
     policy: str = "default",
 ) -> Tensor:
     """``sage::attn_varlen``: see :func:`sage_cute.attention_varlen`."""
-    check_dense(q, k, v)
+    _check_packed(q, k, v)
     policy, window = canonical(policy), (window_left, window_right)
     needs_grad = _needs_grad(q, k, v)
     if needs_grad:
@@ -284,7 +304,7 @@ def attn_varlen_with_lse(
     policy: str = "default",
 ) -> tuple[Tensor, Tensor]:
     """``sage::attn_varlen_with_lse``: LSE (heads, total_q) as that of ``attn_with_lse``."""
-    check_dense(q, k, v)
+    _check_packed(q, k, v)
     policy, window = canonical(policy), (window_left, window_right)
     needs_grad = _needs_grad(q, k, v)
     if needs_grad:
@@ -299,8 +319,7 @@ def attn_varlen_with_lse(
         means = mean[sequence.clamp_max(mean.shape[0] - 1)]
         means = means.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
         bias = (q.contiguous().float() * means).sum(-1).transpose(0, 1)
-        bias = torch.where(lse == -torch.inf, 0.0, bias)
-        lse = lse + bias * default_scale(q, scale)
+        lse = _of_the_original_k(lse, bias, default_scale(q, scale))
     return out, lse
 
 

@@ -45,12 +45,12 @@ def _flops(q: Shape, k: Shape, products: int, is_causal: bool, left: int, right:
 
 
 def _forward(*arguments: Any, **_: Any) -> int:
-    x = Forward(*arguments)
+    x: Any = Forward(*arguments)  # shapes in the places of tensors
     return _flops(x.q, x.k, 2, x.is_causal, x.window_left, x.window_right)
 
 
 def _backward(*arguments: Any, **_: Any) -> int:
-    x = Backward(*arguments)
+    x: Any = Backward(*arguments)
     return _flops(x.out, x.v, 5, x.is_causal, x.window_left, x.window_right)
 
 
@@ -63,12 +63,12 @@ def _packed_flops(q: Shape, k: Shape, products: int, x: Any) -> int:
 
 
 def _packed_forward(*arguments: Any, **_: Any) -> int:
-    x = varlen.Forward(*arguments)
+    x: Any = varlen.Forward(*arguments)
     return _packed_flops(x.q, x.k, 2, x)
 
 
 def _packed_backward(*arguments: Any, **_: Any) -> int:
-    x = varlen.Backward(*arguments)
+    x: Any = varlen.Backward(*arguments)
     return _packed_flops(x.out, x.v, 5, x)
 
 

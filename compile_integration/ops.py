@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sage_cute.compile.tensors import empty_codes
 from sage_cute.compile_integration.schema import LIB, NAMESPACE
 from sage_cute.errors import ShapeError
 from sage_cute.numerics import SageForward, Saved, sage_backward, sage_forward, saved_shapes
@@ -141,7 +142,9 @@ def new_saved(q: Tensor, shapes: dict[str, tuple[int, ...]]) -> Saved:
     """Tensors to save, not filled."""
     return Saved(
         **{
-            name: q.new_empty(shape, dtype=torch.int8 if "codes" in name else torch.float32)
+            name: empty_codes(q, shape)
+            if "codes" in name
+            else q.new_empty(shape, dtype=torch.float32)
             for name, shape in shapes.items()
         }
     )

@@ -5,10 +5,11 @@ Imported only once a DTensor is seen, since ``torch.distributed.tensor`` takes a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from sage_cute.compile_integration.schema import op
@@ -34,9 +35,21 @@ def _rule(outputs: int, arguments: tuple[Any, ...], kv: Any) -> list[Any]:
     ]
 
 
+def _register(name: str, outputs: int, kv: int) -> None:
+    """Registers the rule of an op whose key heads are those of its argument ``kv``."""
+    overload = op(name)
+    register_sharding(overload)(lambda *x: _rule(outputs, x, x[kv]))
+    # DTensor keeps what it has found by the arguments from the first integer on: it would take the
+    # shapes of one policy's outputs for those of another.
+    arguments = overload._schema.arguments
+    first = next(i for i, x in enumerate(arguments) if "Tensor" not in str(x.type))
+    found = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    found[overload] = dataclasses.replace(found[overload], static_argnum=first)
+
+
 @functools.cache
 def register_sharding_rules() -> None:
     """Registers the rules with torch.distributed.tensor, once."""
-    register_sharding(op("attn_fwd"))(lambda *x: _rule(8, x, x[1]))
-    register_sharding(op("attn_infer"))(lambda *x: _rule(3, x, x[1]))
-    register_sharding(op("attn_backward"))(lambda *x: _rule(3, x, x[4]))
+    _register("attn_fwd", 8, 1)
+    _register("attn_infer", 3, 1)
+    _register("attn_backward", 3, 4)

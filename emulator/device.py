@@ -83,6 +83,9 @@ def _cuda_ops(cuda: Any) -> Iterator[None]:
             ("attn_fwd", cuda.fwd_cuda),
             ("attn_infer", cuda.infer_cuda),
             ("attn_backward", cuda.backward_cuda),
+            ("attn_varlen_fwd", cuda.varlen_fwd_cuda),
+            ("attn_varlen_infer", cuda.varlen_infer_cuda),
+            ("attn_varlen_backward", cuda.varlen_backward_cuda),
         ):
             library.impl(name, body, "CPU", allow_override=True)
         yield

@@ -67,14 +67,15 @@ def keep_ptx() -> None:
 
     variables = CuTeDSL._get_dsl().envar
     variables.keep_ptx = True
+    variables._arch = DEFAULT_ARCH  # read at the import, which may have been earlier
     variables.dump_dir = _FOLDER.name
 
 
 class Emulated:
     """A function that the DSL has compiled, on CPU tensors."""
 
-    def __init__(self, function: Any) -> None:
-        """Takes what ``cute.compile`` returned, with its PTX (see :func:`keep_ptx`)."""
+    def __init__(self, function: Any, text: str | None = None) -> None:
+        """Takes what ``cute.compile`` returned, with its PTX (see :func:`keep_ptx`) or another."""
         import tvm_ffi
 
         from sage_cute.compile.binary import runtime_libraries
@@ -92,11 +93,9 @@ class Emulated:
             f"-DEMULATOR_MODULE={number}",
             "-Wl,-Bsymbolic",
         )
-        for program in ptx.programs(
-            function.__ptx__, lambda name: machine().emulator_op(name.encode())
-        ):
+        self.ptx = function.__ptx__ if text is None else text
+        for program in ptx.programs(self.ptx, lambda name: machine().emulator_op(name.encode())):
             register(number, program)
-        self.ptx = function.__ptx__
         self.call = tvm_ffi.load_module(str(library))["kernel"]
 
     def __call__(self, *args: Any, seed: int | None = None) -> None:
@@ -105,7 +104,7 @@ class Emulated:
         Args:
             args: as for the function; tensors on the CPU.
             seed: of the order in which warps run and asynchronous work completes; 0: all at once.
-                Default: that of :func:`seeded`.
+                Default: one after another from that of :func:`seeded` on.
 
         Raises:
             EmulatorError: an access outside of the tensors, a deadlock, ...
@@ -114,7 +113,7 @@ class Emulated:
         bounds = sorted(set(map(_bounds, tensors)))
         flat = (ctypes.c_uint64 * (2 * len(bounds)))(*itertools.chain(*bounds))
         machine().emulator_ranges(flat, ctypes.c_int64(len(bounds)))
-        machine().emulator_start(ctypes.c_uint32(_seed if seed is None else seed))
+        machine().emulator_start(ctypes.c_uint32(_next_seed() if seed is None else seed))
         keep: list[Any] = []
         converted = [_as_cuda(x, keep) if isinstance(x, Tensor) else x for x in args]
         try:
@@ -134,13 +133,20 @@ class Emulated:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Calls that name no seed have this one; 0 without."""
+    """Calls that name no seed have this one and, unless it is 0, those behind it; 0 without."""
     global _seed
     before, _seed = _seed, seed
     try:
         yield
     finally:
         _seed = before
+
+
+def _next_seed() -> int:
+    global _seed
+    seed = _seed
+    _seed += bool(seed)
+    return seed
 
 
 def register(module: int, program: ptx.Program) -> None:

@@ -81,9 +81,10 @@ def attention(
         window: (left, right), each 0 or more, or None for no limit: query i sees key j iff
             p - left <= j <= p + right. With ``causal`` the right side is 0.
         key_lengths: (batch,) int32 or int64, 0 to seqlen_k: keys from there on are padding. They
-            contribute to nothing, whatever they hold, and have dk = dv = 0; the diagonal stays that
-            of seqlen_k. Not read on the host for CUDA tensors, so a length beyond seqlen_k is an
-            error on the CPU only.
+            contribute to nothing, whatever they hold, and have dk = dv = 0. The diagonal stays that
+            of seqlen_k, and queries are not masked: those of padding have rows like others, to be
+            left out of the loss. Not read on the host for CUDA tensors, so a length beyond seqlen_k
+            is an error on the CPU only.
         k_mean: (batch, kv_heads, head_dim), any floating dtype, used as float32: what K smoothing
             subtracts; None: the mean over the keys that are there. Results do not depend on it but
             for rounding, so it has no gradient.

@@ -138,10 +138,10 @@ HOPPER: Final = Family(
     head_dims=range(16, 257, 8),
     masks={
         "causal": BOTH,
-        "window": NEITHER,
-        "key_lengths": NEITHER,
-        "k_mean": NEITHER,
-        "packed": NEITHER,
+        "window": BOTH,
+        "key_lengths": BOTH,
+        "k_mean": BOTH,
+        "packed": BOTH,
     },
     rules={
         "forward": (
@@ -176,6 +176,8 @@ REFUSED: Final = {
     "band around the diagonal causal and window, and for sequences of different lengths use "
     "attention_varlen",
     "nested": "nested tensors: pass their values() and offsets().int() to attention_varlen",
+    "packed DTensor": "DTensor in a packed batch: shard it by head and call attention_varlen on "
+    "the local tensors, with torch.distributed.tensor.experimental.local_map",
     "sparse": "sparse tensors: call to_dense() first",
     "dropout": "dropout in attention: use torch's scaled_dot_product_attention where it is needed",
     "double backward": "double backward: there is no gradient of its gradient; use torch's "

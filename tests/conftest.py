@@ -26,13 +26,15 @@ HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Without a GPU, gpu tests that are not marked ``emulated`` run on the emulator on demand."""
-    parser.addoption("--emulate", action="store_true", help="run gpu tests on the emulator")
+    """Without a GPU, ``emulated(slow=True)`` tests run on demand: they take an hour."""
+    parser.addoption("--emulate", action="store_true", help="run slow emulated tests as well")
 
 
 def _emulated(item: pytest.Item) -> bool:
-    wanted = "emulated" in item.keywords or item.config.getoption("--emulate")
-    return "gpu" in item.keywords and not HAS_GPU and wanted
+    mark = item.get_closest_marker("emulated")
+    if HAS_GPU or mark is None:
+        return False
+    return not mark.kwargs.get("slow") or item.config.getoption("--emulate")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +53,7 @@ def _gpu(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     import emulator
 
-    with emulator.emulated_gpu(), emulator.seeded(1):
+    with emulator.emulated_gpu(ops=False), emulator.seeded(1):
         yield
 
 

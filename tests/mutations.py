@@ -31,11 +31,13 @@ TESTS = (
     "tests/core/numerics/test_extremes.py",
     "tests/core/numerics/test_shapes.py",
     "tests/core/numerics/test_masks.py",
+    "tests/core/numerics/test_packed.py",
     "tests/core/numerics/test_invariants.py",
     "tests/core/numerics/test_accuracy.py",
     "tests/core/numerics/test_emulation.py",
 )
 FORWARD, BACKWARD = "sage_cute/numerics/forward.py", "sage_cute/numerics/backward.py"
+PACKED = "sage_cute/numerics/packed.py"
 VISIBILITY = "sage_cute/numerics/visibility.py"
 QUANTIZE, REFERENCE = "sage_cute/numerics/quantize.py", "sage_cute/numerics/reference.py"
 AUTOGRAD = "compile_integration/autograd.py"
@@ -194,7 +196,7 @@ MUTATIONS = (
     ),
     Mutation("dK without the softmax scale", BACKWARD, "(dk * scale).to(dtype)", "dk.to(dtype)"),
     Mutation(
-        "dK without the mean of Q", BACKWARD, "(ds_hat.mT @ q_mean[..., queries, :]).sum(2)", "0"
+        "dK without the mean of Q", BACKWARD, "(ds_hat.mT @ q_rows[..., queries, :]).sum(2)", "0"
     ),
     Mutation("hidden keys not masked in P", BACKWARD, "p.masked_fill_(~mask, 0.0)", "pass"),
     Mutation("hidden keys not masked in dS", BACKWARD, "ds.masked_fill_(~mask, 0.0)", "pass"),
@@ -250,14 +252,14 @@ MUTATIONS = (
     Mutation(
         "LSE of the smoothed K",
         AUTOGRAD,
-        "lse = lse + bias * default_scale(q, scale)",
-        "lse = lse + 0 * bias * default_scale(q, scale)",
+        "return lse + bias * scale",
+        "return lse + 0 * bias * scale",
     ),
     Mutation(
         "bias of the LSE with the wrong head's mean",
         AUTOGRAD,
         "means = mean.unsqueeze(2)",
-        "means = k_mean.flip(1).unsqueeze(2)",
+        "means = mean.flip(1).unsqueeze(2)",
     ),
     Mutation(
         "gradient of a bias that is not there",
@@ -328,6 +330,24 @@ MUTATIONS = (
         "token_mean(k)",
     ),
     Mutation(
+        "packed scales of a sequence over those of the one before",
+        PACKED,
+        "tokens.start // block + self.number",
+        "tokens.start // block",
+    ),
+    Mutation(
+        "packed scales without room for blocks that are not full",
+        PACKED,
+        "tokens // block + sequences",
+        "-(-tokens // block)",
+    ),
+    Mutation(
+        "packed means of K all that of the first sequence",
+        PACKED,
+        "k_mean[None, sequence.number]",
+        "k_mean[None, 0]",
+    ),
+    Mutation(
         "results that depend on where a thread's share ends",
         FORWARD,
         "if short := -flat.numel() % 64:",
@@ -338,6 +358,20 @@ MUTATIONS = (
 
 OPS = "tests/compile_integration"
 MUTATIONS += (
+    Mutation(
+        "ops: LSE of a packed batch with the mean of the next sequence",
+        AUTOGRAD,
+        "tokens, right=True)",
+        "tokens + 1, right=True)",
+        (f"{OPS}/test_varlen.py",),
+    ),
+    Mutation(
+        "ops: the longest packed sequence not checked",
+        "sage_cute/support.py",
+        "if max_seqlen is not None and longest > max_seqlen:",
+        "if max_seqlen is not None and longest < 0:",
+        (f"{OPS}/test_varlen.py",),
+    ),
     Mutation(
         "ops: key lengths lost in the backward",
         "compile_integration/ops.py",
@@ -411,8 +445,8 @@ MUTATIONS += (
     Mutation(
         "autocast of the op with LSE not registered",
         "compile_integration/autocast.py",
-        'for _name in ("attn", "attn_with_lse"):',
-        'for _name in ("attn",):',
+        'in ("attn", "attn_with_lse", ',
+        'in ("attn", ',
         (f"{OPS}/test_composition.py",),
     ),
     Mutation(
@@ -425,8 +459,8 @@ MUTATIONS += (
     Mutation(
         "FLOPs of four products in the backward",
         "compile_integration/flops.py",
-        "_flops(x.out, x.v, 5,",
-        "_flops(x.out, x.v, 4,",
+        "return _flops(x.out, x.v, 5,",
+        "return _flops(x.out, x.v, 4,",
         (f"{OPS}/test_composition.py",),
     ),
     Mutation(

@@ -93,15 +93,20 @@ def find(kernel: Kernel) -> Any | None:
 
 def require_compiler(kernel: Kernel) -> None:
     """Raises KernelError where the DSL cannot compile, saying which kernel is missing and where."""
-    if _has_compiler():
+    try:
+        import cutlass  # noqa: F401  what compiling imports anyway
+        import tvm_ffi  # noqa: F401
+    except ImportError as error:  # not installed, or its own libraries are not
+        reason = error
+    else:
         return
     where = [f"{folder} ({_why_none(list(describe(folder)))})" for folder in folders()]
     looked = f"not in {', '.join(where)}" if where else "SAGE_CUTE_KERNELS names no folder"
     raise KernelError(
         f"kernel {kernel.describe()} was not built ahead of time ({looked}), and there is no CuTe "
-        "DSL to compile it: pip install 'nvidia-cutlass-dsl[cu13]', or build it elsewhere with "
-        "sage-cute compile"
-    )
+        f"DSL to compile it ({reason}): pip install 'nvidia-cutlass-dsl[cu13]' "
+        "apache-tvm-ffi, or build it elsewhere with sage-cute compile"
+    ) from reason
 
 
 def _has_compiler() -> bool:

@@ -142,8 +142,10 @@ def load(path: Path) -> tuple[Any, dict[str, Any]]:
     if here is not None and made != here:  # None: a library named by hand, without its package
         raise KernelError(f"made with version {made} of the DSL's runtime, and {here} is installed")
     _load_runtime()
-    import tvm_ffi
-
+    try:
+        import tvm_ffi
+    except ImportError as error:
+        raise KernelError(f"needs TVM-FFI ({error}): pip install apache-tvm-ffi") from error
     try:
         return tvm_ffi.load_module(str(path))[description["name"]], description
     except (AttributeError, OSError, RuntimeError) as error:

@@ -24,6 +24,16 @@ from sage_cute.compile.tensors import (
     num_sms,
     readable,
 )
+from sage_cute.compile.visibility import (
+    EVERYTHING,
+    Layout,
+    Packed,
+    Static,
+    Visibility,
+    Window,
+    numbers,
+    vectors,
+)
 from sage_cute.config import ARCHS, Arch, Status
 from sage_cute.config.bwd import (
     ROW_TILE,
@@ -33,6 +43,7 @@ from sage_cute.config.bwd import (
     default_bwd_config,
     supports_bwd,
 )
+from sage_cute.config.problem import Lengths
 from sage_cute.errors import DTypeError, ShapeError, UnsupportedError
 from sage_cute.limits import HOPPER
 
@@ -53,6 +64,7 @@ WORKSPACE = (
     "k_t_scale",
     "dout_t",
     "dout_t_scale",
+    "dout_copy",
 )
 """Tensors that the preprocess writes, in the order of its arguments; no policy needs all."""
 
@@ -93,17 +105,28 @@ def bwd_plan(
     return BwdPlan(problem, config, arch, block_q, per_channel=per_channel)
 
 
-def supports(policy: Policy, *, head_dim: int, dtype: torch.dtype, is_causal: bool) -> Status:
+def supports(
+    policy: Policy,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    window: bool = False,
+    lengths: Lengths = "dense",
+) -> Status:
     """Whether a backward kernel exists for a call; the reason if not."""
     try:
-        _plan(policy, head_dim, dtype, is_causal, None)
+        _plan(policy, head_dim, dtype, Static(is_causal and not window, window, lengths), None)
     except (UnsupportedError, DTypeError) as error:
         return Status(False, str(error))
     return Status(True)
 
 
 def workspace_shapes(
-    plan: BwdPlan, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+    plan: BwdPlan,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    sequences: int | None = None,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of the tensors that one backward allocates.
 
@@ -111,13 +134,17 @@ def workspace_shapes(
     bfloat16 (an INT8 dK: D + 4 D / tile_q), D of dO in INT8 (if dP is), D + 4 D / tile_q more (if
     dV is), 16 of statistics; for a key, 2 D of K in bfloat16 (an INT8 dQ: D + D / 16), and of V
     D + 4 in INT8 (if dP is) or 2 D dequantized (if dP takes it so). Statistics and the transposed
-    copies of INT8 products are padded to 128 tokens.
+    copies of INT8 products are padded to 128 tokens. A ragged problem (a window, key lengths, a
+    packed batch) has 2 D more a query, of dO, where a product of it is in 16 bit, and all of a
+    packed batch of ``sequences`` is padded, each to 128 tokens.
     """
     batch, heads, seqlen_q, d = q_shape
     kv_heads, seqlen_k = k_shape[1:3]
     p = plan.problem
-    rows = min(seqlen_q, seqlen_k) if p.is_causal else seqlen_q
-    padded, padded_k = (-(-n // ROW_TILE) * ROW_TILE for n in (rows, seqlen_k))
+    rows = min(seqlen_q, seqlen_k) if p.is_causal and not p.ragged else seqlen_q
+    padded, padded_k = (Layout(n, sequences).padded(ROW_TILE) for n in (rows, seqlen_k))
+    if sequences is not None:
+        rows, seqlen_k = padded, padded_k
     queries, keys = (batch, heads, rows, d), (batch, kv_heads, seqlen_k, d)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "stats": ((batch, heads, padded, 4), torch.float32),
@@ -143,6 +170,8 @@ def workspace_shapes(
         shapes["v_scale"] = (batch, kv_heads, -(-seqlen_k // p.block_v)), torch.float32
     elif p.block_v:
         shapes["v_hat"] = keys, torch.bfloat16 if p.dtype == "bfloat16" else torch.float16
+    if p.copies_dout:
+        shapes["dout_copy"] = queries, torch.bfloat16 if p.dtype == "bfloat16" else torch.float16
     return shapes
 
 
@@ -163,9 +192,15 @@ def backward(
     scale: float,
     is_causal: bool,
     policy: Policy,
+    window: Window = EVERYTHING,
+    key_lengths: Tensor | None = None,
+    packed: Packed | None = None,
     config: BwdTileConfig | None = None,
 ) -> None:
     """Gradients of INT8 attention into ``dq``, ``dk`` and ``dv``.
+
+    A packed batch comes as tensors of batch 1 that hold all tokens; gradients of tokens of no
+    sequence are not written.
 
     As :func:`sage_cute.numerics.backward.sage_backward` of the same policy on the same codes. The
     bits are the same every time: no sum runs across CTAs.
@@ -188,25 +223,33 @@ def backward(
         scale: softmax scale, any number.
         is_causal: query i sees key j iff j <= i + seqlen_k - seqlen_q.
         policy: the mix.
+        window: the forward's (``launch.forward``), like the next two.
+        key_lengths: int32 (batch,).
+        packed: offsets of a packed batch.
         config: a tile configuration; default: the one for this problem.
 
     Raises:
         UnsupportedError: no kernel covers the policy, the head_dim or the layout.
     """
-    plan = _plan(policy, q_codes.shape[-1], dout.dtype, is_causal, config)
-    _check(plan, dout, dlse, v, out, lse, q_codes, k_codes, q_scale, k_scale, dq, dk, dv)
+    sight = Visibility(is_causal, window, key_lengths, packed)
+    plan = _plan(policy, q_codes.shape[-1], dout.dtype, sight.static, config)
+    sight.check(q_codes.shape[0], dout.device)
+    _check(plan, packed, dout, dlse, v, out, lse, q_codes, k_codes, q_scale, k_scale, dq, dk, dv)
     seqlen_q, seqlen_k = q_codes.shape[2], k_codes.shape[2]
-    if q_codes.numel() == 0 or k_codes.numel() == 0:
+    empty = packed is not None and packed.is_empty
+    if q_codes.numel() == 0 or k_codes.numel() == 0 or empty:
         for gradient in (dq, dk, dv):
             gradient.zero_()
         return
-    if is_causal and seqlen_q > seqlen_k:  # the first queries see no key
+    causal = plan.problem.is_causal and not plan.problem.ragged
+    if causal and seqlen_q > seqlen_k:  # the first queries see no key
         dq[:, :, : seqlen_q - seqlen_k].zero_()
     num_sms(dout.device.index)  # raises on a GPU without kernels
     dout, out, v = (readable(x, expanded=False) for x in (dout, out, v))  # for TMA
     q_codes, k_codes = code_rows(q_codes), code_rows(k_codes)
     dlse = None if dlse is None else dlse.contiguous()
-    shapes = workspace_shapes(plan, tuple(q_codes.shape), tuple(k_codes.shape))
+    sizes = tuple(q_codes.shape), tuple(k_codes.shape)
+    shapes = workspace_shapes(plan, *sizes, packed and packed.sequences)
     found = {
         name: empty_codes(dout, shape)
         if dtype == torch.int8
@@ -227,8 +270,13 @@ def backward(
         v if plan.problem.block_v else None,
         *w.values(),
         scale * LOG2_E,
+        *sight.bounds(),
+        *sight.offsets(),
+        packed and packed.max_q,
+        packed and packed.max_k,
     )
     p = plan.problem
+    dout = dout if w["dout_copy"] is None else w["dout_copy"]
     v_dp = v if w["v_hat"] is None else w["v_hat"]
     compiled_keys(plan)(
         q_codes,
@@ -245,7 +293,11 @@ def backward(
         dk,
         dv,
         scale,
+        *sight.bounds(),
+        *sight.offsets(),
+        packed and packed.max_k,
     )
+    rows = min(seqlen_q, seqlen_k) if causal else seqlen_q
     compiled_queries(plan)(
         q_codes,
         k_codes,
@@ -257,8 +309,10 @@ def backward(
         w["v_scale"],
         w["k_t_scale"],
         dq,
-        min(seqlen_q, seqlen_k) if is_causal else seqlen_q,
+        rows if packed is None else packed.max_q,
         scale,
+        *sight.bounds(),
+        *sight.offsets(),
     )
 
 
@@ -267,7 +321,7 @@ def _plan(
     policy: Policy,
     head_dim: int,
     dtype: torch.dtype,
-    is_causal: bool,
+    static: Static,
     config: BwdTileConfig | None,
 ) -> BwdPlan:
     if dtype not in DTYPES:
@@ -278,7 +332,7 @@ def _plan(
         policy,
         head_dim=head_dim,
         dtype=DTYPES[dtype],
-        is_causal=is_causal,
+        **static._asdict(),
     )
     block_q = 1 if policy.q_scale == "per_token" else policy.block_q
     # of no effect, hence no key of another kernel, without an INT8 product that asks
@@ -287,13 +341,16 @@ def _plan(
     return bwd_plan(problem, config, block_q=block_q, per_channel=per_channel)
 
 
-def _check(plan: BwdPlan, *tensors: Any) -> None:
+def _check(plan: BwdPlan, packed: Packed | None, *tensors: Any) -> None:
     dout, dlse, v, out, lse, q_codes, k_codes, q_scale, k_scale, dq, dk, dv = tensors
     batch, heads, seqlen_q, head_dim = q_codes.shape
     kv_heads, seqlen_k = k_codes.shape[1:3]
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
     queries, keys = (batch, heads, seqlen_q, head_dim), (batch, kv_heads, seqlen_k, head_dim)
+    sequences = packed and packed.sequences
+    groups_q = Layout(seqlen_q, sequences).groups(plan.block_q)
+    groups_k = Layout(seqlen_k, sequences).groups(plan.problem.block_k)
     expected = {
         "dout": (dout, queries),
         "out": (out, queries),
@@ -303,8 +360,8 @@ def _check(plan: BwdPlan, *tensors: Any) -> None:
         "dk": (dk, keys),
         "dv": (dv, keys),
         "lse": (lse, queries[:3]),
-        "q_scale": (q_scale, (batch, heads, -(-seqlen_q // plan.block_q))),
-        "k_scale": (k_scale, (batch, kv_heads, -(-seqlen_k // plan.problem.block_k))),
+        "q_scale": (q_scale, (batch, heads, groups_q)),
+        "k_scale": (k_scale, (batch, kv_heads, groups_k)),
     }
     if dlse is not None:
         expected["dlse"] = dlse, queries[:3]
@@ -353,6 +410,9 @@ class _Fakes:
         self.dim = plan.problem.head_dim
         self.batch, self.heads, self.kv_heads = (cute.sym_int() for _ in range(3))
         self.seqlen_q, self.seqlen_k, self.rows = (cute.sym_int() for _ in range(3))
+        self.problem = plan.problem
+        self.packed = plan.problem.lengths == "packed"
+        self.key_rows = cute.sym_int() if self.packed else self.seqlen_k
 
     def tensor(self, element: Any, *shape: Any, divisible: int = 1, align: int = 4) -> Any:
         strides = [self.cute.sym_int64(divisibility=divisible) for _ in shape[1:]]
@@ -361,8 +421,21 @@ class _Fakes:
     def queries(self, element: Any, tokens: Any = None) -> Any:
         return self._tokens(element, self.heads, self.seqlen_q if tokens is None else tokens)
 
-    def keys(self, element: Any) -> Any:
-        return self._tokens(element, self.kv_heads, self.seqlen_k)
+    def keys(self, element: Any, tokens: Any = None) -> Any:
+        return self._tokens(element, self.kv_heads, self.seqlen_k if tokens is None else tokens)
+
+    def values(self, int8: bool) -> Any:
+        """V of dP: as given, or made of it."""
+        made = self.key_rows if self.problem.block_v else self.seqlen_k
+        return self.keys(self.cutlass.Int8 if int8 else self.dtype, made)
+
+    def dout(self) -> Any:
+        """DO of a product in 16 bit."""
+        return self.queries(self.dtype, self.rows if self.problem.ragged else self.seqlen_q)
+
+    def sight(self) -> tuple[Any, ...]:
+        """(left, right, key_lengths, cu_q, cu_k)."""
+        return (*numbers(self.problem.window), *vectors(self.problem.lengths))
 
     def _tokens(self, element: Any, heads: Any, tokens: Any) -> Any:
         divisible = 128 // element.width
@@ -414,17 +487,18 @@ def _compile_preprocess(plan: BwdPlan) -> Any:
         f.flat(float32, f.kv_heads),
         f.keys(f.dtype) if p.block_v else None,
         None if p.dk_keys else f.queries(bfloat16, f.rows),
-        None if p.dq_rows else f.keys(bfloat16),
+        None if p.dq_rows else f.keys(bfloat16, f.key_rows),
         f.queries(int8, f.rows) if int8_dp else None,
         f.stats(),
-        f.keys(int8 if int8_dp else f.dtype) if p.block_v else None,
+        f.values(int8_dp) if p.block_v else None,
         f.flat(float32, f.kv_heads) if int8_dp else None,
         *(f.transposed(f.heads) if p.dk_keys else (None, None)),
         *(f.transposed(f.kv_heads) if p.dq_rows else (None, None)),
         *(f.transposed(f.heads) if p.dv_keys else (None, None)),
+        f.dout() if p.copies_dout else None,
     )
     kernel = BwdPrologue(p, plan.block_q, plan.per_channel)
-    return f.compile(kernel, *arguments, float32(0.0))
+    return f.compile(kernel, *arguments, float32(0.0), *f.sight(), *numbers(f.packed))
 
 
 def _compile_keys(plan: BwdPlan) -> Any:
@@ -436,12 +510,12 @@ def _compile_keys(plan: BwdPlan) -> Any:
     p = plan.problem
     int8_dp = p.dp == "int8"
     q_t = f.transposed(f.heads) if p.dk_keys else (f.queries(bfloat16, f.rows), None)
-    dout_t = f.transposed(f.heads) if p.dv_keys else (f.queries(f.dtype), None)
-    dout_dp = f.queries(int8, f.rows) if int8_dp else f.queries(f.dtype) if p.dv_keys else None
+    dout_t = f.transposed(f.heads) if p.dv_keys else (f.dout(), None)
+    dout_dp = f.queries(int8, f.rows) if int8_dp else f.dout() if p.dv_keys else None
     arguments = (
         f.queries(int8),
         f.keys(int8),
-        f.keys(int8 if int8_dp else f.dtype),
+        f.values(int8_dp),
         q_t[0],
         dout_t[0],
         dout_dp,
@@ -453,7 +527,8 @@ def _compile_keys(plan: BwdPlan) -> Any:
         f.keys(f.dtype),
         f.keys(f.dtype),
     )
-    return f.compile(SageBwdSm90(p, plan.config), *arguments, float32(0.0))
+    max_k, _ = numbers(f.packed)
+    return f.compile(SageBwdSm90(p, plan.config), *arguments, float32(0.0), *f.sight(), max_k)
 
 
 def _compile_queries(plan: BwdPlan) -> Any:
@@ -464,13 +539,13 @@ def _compile_queries(plan: BwdPlan) -> Any:
     float32, int8, bfloat16 = f.cutlass.Float32, f.cutlass.Int8, f.cutlass.BFloat16
     p = plan.problem
     int8_dp = p.dp == "int8"
-    k_t = f.transposed(f.kv_heads) if p.dq_rows else (f.keys(bfloat16), None)
+    k_t = f.transposed(f.kv_heads) if p.dq_rows else (f.keys(bfloat16, f.key_rows), None)
     arguments = (
         f.queries(int8),
         f.keys(int8),
-        f.keys(int8 if int8_dp else f.dtype),
+        f.values(int8_dp),
         k_t[0],
-        f.queries(int8, f.rows) if int8_dp else f.queries(f.dtype),
+        f.queries(int8, f.rows) if int8_dp else f.dout(),
         f.stats(),
         f.flat(float32, f.kv_heads),
         f.flat(float32, f.kv_heads) if int8_dp else None,
@@ -478,4 +553,4 @@ def _compile_queries(plan: BwdPlan) -> Any:
         f.queries(f.dtype),
     )
     kernel = SageBwdDqSm90(p, plan.config)
-    return f.compile(kernel, *arguments, f.cutlass.Int32(0), float32(0.0))
+    return f.compile(kernel, *arguments, f.cutlass.Int32(0), float32(0.0), *f.sight())

@@ -95,7 +95,7 @@ def forward(
     _check(plan.problem, packed, q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse)
     if out.numel() == 0:
         return
-    if seqlen_k == 0:
+    if seqlen_k == 0 or (packed is not None and packed.is_empty):
         out.zero_()
         lse.fill_(-math.inf)
         return

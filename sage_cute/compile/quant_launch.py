@@ -212,6 +212,10 @@ def quantize(
     expected = _expected(spec, queries.shape, keys.shape, *sizes)
     for name, out in zip(OUTPUTS, outputs, strict=True):
         _check_output(name, out, expected.get(name))
+    if packed is not None and (packed.sequences == 0 or packed.max_q == packed.max_k == 0):
+        if k_mean is not None and not mean_given:
+            k_mean.zero_()
+        return
     if keys.numel() == 0:
         if queries.numel() == 0:
             if k_mean is not None and not mean_given:

@@ -28,6 +28,11 @@ class Packed(NamedTuple):
         """How many."""
         return self.cu_q.shape[0] - 1
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no sequence, no query or no key, as far as the host knows."""
+        return 0 in (self.sequences, self.max_q, self.max_k)
+
 
 class Static(NamedTuple):
     """What kernels are compiled for: fields of a problem."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sage_cute.config.arch import Arch
 from sage_cute.config.constraints import Status, consumer_registers
-from sage_cute.config.problem import DType
+from sage_cute.config.problem import DType, Lengths
 from sage_cute.limits import HOPPER
 
 if TYPE_CHECKING:
@@ -42,10 +42,38 @@ class BwdProblem:
     dk_keys: int = 0  # keys per scale of dS^T: 1 or TILE_K; 0: dK in 16 bit
     dq_rows: int = 0  # queries per scale of dS: 1, 8 or those of a tile; 0: dQ in 16 bit
     tile_q: int = 0  # queries per scale of P^T, dS^T, dO^T and Q^T; 0: dV and dK in 16 bit
+    window: bool = False  # bounds to the left and right of the diagonal, both dynamic
+    lengths: Lengths = "dense"
+
+    @property
+    def ragged(self) -> bool:
+        """Whether queries may see no key for other reasons than a dense causal mask.
+
+        The kernels then read a copy of dO in which those are zeros, and ask each sequence what it
+        sees (``templates.blocks.seqlen``).
+        """
+        return self.window or self.lengths != "dense"
+
+    @property
+    def copies_dout(self) -> bool:
+        """Whether there is a 16-bit product of such a copy."""
+        return self.ragged and (self.dv_keys == 0 or self.dp == "16bit")
 
     @classmethod
-    def of(cls, policy: Policy, *, head_dim: int, dtype: DType, is_causal: bool) -> BwdProblem:
-        """The backward problem of a policy. Ask ``sage_cute.limits`` first."""
+    def of(
+        cls,
+        policy: Policy,
+        *,
+        head_dim: int,
+        dtype: DType,
+        is_causal: bool,
+        window: bool = False,
+        lengths: Lengths = "dense",
+    ) -> BwdProblem:
+        """The backward problem of a policy. Ask ``sage_cute.limits`` first.
+
+        A causal mask beside a window is a window whose right bound is 0.
+        """
         per_token_v = policy.v_scale == "per_token"
         dv_keys = 1 if policy.p_bwd_scale == "per_key" else policy.bwd_block_k
         dk_keys = 1 if policy.ds_dk_scale == "per_key" else policy.bwd_block_k
@@ -54,7 +82,9 @@ class BwdProblem:
         return cls(
             head_dim=head_dim,
             dtype=dtype,
-            is_causal=is_causal,
+            is_causal=is_causal and not window,
+            window=window,
+            lengths=lengths,
             block_k=1 if policy.k_scale == "per_token" else policy.block_k,
             block_v=(1 if per_token_v else policy.block_k) if policy.dequantized_v_in_dp else 0,
             dp=policy.dp,
@@ -108,7 +138,7 @@ def default_bwd_config(problem: BwdProblem) -> BwdTileConfig:
     config = BwdTileConfig(num_stages=stages, ahead=ahead)
     if problem.padded_dim == 256:
         config = BwdTileConfig(
-            tile_m=48 if large else 64,
+            tile_m=(32 if problem.lengths == "packed" else 48) if large else 64,
             column_splits=2,
             dq_num_stages=1 if large else 2,
         )
@@ -207,6 +237,8 @@ def _shape_reason(problem: BwdProblem, config: BwdTileConfig) -> str:
     for name in ("tile_m", "dq_tile_n"):
         if getattr(c, name) % 16 or not 16 <= getattr(c, name) <= 128:
             return f"{name}={getattr(c, name)}: a multiple of 16, 16 to 128"
+        if problem.lengths == "packed" and 128 % getattr(c, name):
+            return f"{name}={getattr(c, name)}: a packed batch needs a divisor of 128"
     if c.column_splits not in (1, 2) or problem.padded_dim // c.column_splits not in (64, 128):
         return f"column_splits={c.column_splits}: a CTA owns 64 or 128 columns of head_dim"
     if not 1 <= c.ahead <= 16:

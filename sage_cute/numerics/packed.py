@@ -54,7 +54,7 @@ def saved_shapes_varlen(
 class _Sequence(NamedTuple):
     """One sequence of a packed batch."""
 
-    index: int
+    number: int
     queries: slice
     keys: slice
 
@@ -62,7 +62,7 @@ class _Sequence(NamedTuple):
         """What is saved of it, as views of a batch of one."""
 
         def slots(tokens: slice, block: int) -> slice:
-            start = tokens.start if block == 1 else tokens.start // block + self.index
+            start = tokens.start if block == 1 else tokens.start // block + self.number
             return slice(start, start + num_groups(tokens.stop - tokens.start, block))
 
         return Saved(
@@ -71,7 +71,7 @@ class _Sequence(NamedTuple):
             packed.q_scale[None, :, slots(self.queries, q_block(policy))],
             packed.k_scale[None, :, slots(self.keys, k_block(policy))],
             packed.q_mean[None, :, slots(self.queries, policy.block_q)],
-            packed.k_mean[None, self.index],
+            packed.k_mean[None, self.number],
         )
 
 
@@ -135,7 +135,7 @@ def sage_forward_varlen(
             causal=causal,
             policy=policy,
             window=window,
-            k_mean=None if k_mean is None else k_mean[None, sequence.index],
+            k_mean=None if k_mean is None else k_mean[None, sequence.number],
         )
         _one(out, sequence.queries).copy_(part.out)
         lse[None, :, sequence.queries] = part.lse

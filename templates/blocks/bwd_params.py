@@ -43,9 +43,10 @@ class BwdPipes(NamedTuple):
 class BwdWork(NamedTuple):
     """This CTA's work."""
 
-    rows: Any  # queries that see any key
-    blind: Any  # queries before them, under a causal mask
+    rows: Any  # queries that see any key; of a ragged problem all
+    blind: Any  # queries before them, under a dense causal mask
     seqlen_k: Any
+    seq: Any
     offset: Any  # row r sees keys up to r + offset
     group: Any
     tile: Any
@@ -73,6 +74,7 @@ class BwdKeyOperands(NamedTuple):
     k_scale: Any  # (factors, -MAGIC times them) of the thread's two keys; None: one for the tile
     v_scale: Any  # likewise; None: dP in 16 bit
     first_seen: Any
+    seen_end: Any  # of a window; else None
 
 
 class BwdInt8Operands(NamedTuple):
@@ -102,3 +104,4 @@ class BwdQueryOperands(NamedTuple):
     lse: Any
     delta: Any
     visible: Any
+    first_seen: Any  # of a window; else None

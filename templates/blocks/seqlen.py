@@ -53,8 +53,8 @@ class Sequence(NamedTuple):
     right: Any
 
 
-# Functions, not methods: the DSL takes a method call in a dynamic branch for a change of its object,
-# and makes its integers of Python dynamic.
+# Functions, not methods: the DSL takes a method call in a dynamic branch for a change of its
+# object, and makes its integers of Python dynamic.
 
 
 def group_q(seq: Sequence, block: int):
@@ -94,6 +94,12 @@ def sequence(lengths: str, is_causal: bool, bounds: Bounds, index, seqlen_q, seq
     if const_expr(lengths == "padded"):
         keys = cutlass.max(cutlass.min(bounds.key_lengths[index], seqlen_k), 0)
     return Sequence(index, index, 0, 0, seqlen_q, seqlen_k, keys, bounds.left, right)
+
+
+def dense(batch, seqlen_q, seqlen_k, *, causal: bool) -> Sequence:
+    """An entry of a dense batch without a window."""
+    right = 0 if causal else None
+    return Sequence(batch, batch, 0, 0, seqlen_q, seqlen_k, seqlen_k, None, right)
 
 
 def num_sequences(bounds: Bounds, tensor):

@@ -34,6 +34,7 @@ class BwdInputs(NamedTuple):
 class BwdWorkspace(NamedTuple):
     """What the attention kernels read beside; None: another form of it, or none, is read."""
 
+    dout: cute.Tensor | None
     q_hat: cute.Tensor | None
     k_hat: cute.Tensor | None
     dout8: cute.Tensor | None
@@ -56,7 +57,10 @@ class BwdPrologue(TransposedPrologue):
 
     Layouts: those of ``sm90.bwd``. Inputs are (batch, heads, seqlen, head_dim), head_dim contiguous
     and rows on 16 bytes; out like dO; lse and dlse float32 (batch, heads, seqlen_q), natural log.
-    Rows are the last queries that see a key: of those before nothing is made.
+    Rows are the last queries that see a key: of those before nothing is made. Of a ragged problem
+    they are all queries, those that see no key made zeros whatever they hold, with a copy of dO for
+    products in 16 bit; everything made of a packed batch has the rows of each sequence padded to
+    128 (``blocks.seqlen``), zeros: what the products contract must be finite.
 
         delta  = rowsum(dO O) - dLSE, of the dequantized dO if dP is INT8
         stats  = q_scale scale log2 e, LSE log2 e (inf where it is -inf, so that P = 0),
@@ -113,19 +117,28 @@ class BwdPrologue(TransposedPrologue):
         k_t_scale: cute.Tensor | None,
         dout_t: cute.Tensor | None,
         dout_t_scale: cute.Tensor | None,
+        dout_copy: cute.Tensor | None,
         scale_log2: Float32,
+        left: Int32 | None,
+        right: Int32 | None,
+        key_lengths: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        max_q: Int32 | None,
+        max_k: Int32 | None,
         stream,
     ):
         """One launch for all."""
         transposed = q_t, q_t_scale, k_t, k_t_scale, dout_t, dout_t_scale
-        bounds = seqlen.Bounds()
-        ctas_q = self.ctas(stats if const_expr(q_hat is None) else q_hat, bounds, None)
-        ctas_k = self.ctas(k if const_expr(k_hat is None) else k_hat, bounds, None)
+        bounds = seqlen.Bounds(left, right, key_lengths, cu_q, cu_k, max_q, max_k)
+        ctas_q = self.ctas(stats if const_expr(q_hat is None) else q_hat, bounds, max_q)
+        ctas_k = self.ctas(k if const_expr(k_hat is None) else k_hat, bounds, max_k)
         ctas_v = ctas_k if const_expr(self.problem.block_v > 0) else Int32(0)
         self.kernel(
             BwdInputs(dout, out, lse, dlse, q, q_scale, k, k_scale, v),
-            BwdWorkspace(q_hat, k_hat, dout8, stats, v_hat, v_scale, *transposed),
+            BwdWorkspace(dout_copy, q_hat, k_hat, dout8, stats, v_hat, v_scale, *transposed),
             scale_log2,
+            bounds,
             ctas_q,
             ctas_k,
         ).launch(
@@ -143,34 +156,73 @@ class BwdPrologue(TransposedPrologue):
         x: BwdInputs,
         w: BwdWorkspace,
         scale_log2: Float32,
+        bounds: seqlen.Bounds,
         ctas_q: Int32,
         ctas_k: Int32,
     ):
         """One tile."""
         cta, _, _ = cute.arch.block_idx()
         if cta < ctas_q:
-            self.queries(cta, x, w, scale_log2)
+            self.queries(cta, x, w, scale_log2, bounds)
         elif cta < ctas_q + ctas_k:
-            self.keys(cta - ctas_q, x, w)
+            self.keys(cta - ctas_q, x, w, bounds)
         else:
             if const_expr(self.problem.block_v > 0):
-                self.values_of_v(cta - (ctas_q + ctas_k), x, w)
+                self.values_of_v(cta - (ctas_q + ctas_k), x, w, bounds)
+
+    def sequence(self, bounds, index, x):
+        """The sequence of a CTA."""
+        p = self.problem
+        sizes = x.q.shape[2], x.k.shape[2]
+        return seqlen.sequence(p.lengths, p.is_causal, bounds, index, *sizes)
+
+    def padded(self, tile):
+        """Rows up to the end of a tile, where the padding is made too; None: all of a tensor."""
+        return (tile + 1) * TILE if self.problem.lengths == "packed" else None
 
     @cute.jit
-    def queries(self, cta, x, w, scale_log2):
+    def queries(self, cta, x, w, scale_log2, bounds):
         """Rows of Q, dO and O."""
         like = w.stats if const_expr(w.q_hat is None) else w.q_hat
-        batch, head, tile = self.position(cta, like, None)
-        rows = self.rows(x, w)
-        blind = x.q.shape[2] - rows
+        index, head, tile = self.position(cta, like, bounds.max_q)
+        if const_expr(not self.problem.ragged):
+            rows = self.rows(x, w)
+            seq = seqlen.dense(index, rows, x.k.shape[2], causal=self.problem.is_causal)
+            blind = x.q.shape[2] - rows
+            self.rows_of_queries(x, w, seq, head, tile, rows, blind, None, scale_log2)
+        else:
+            seq = self.sequence(bounds, index, x)
+            if tile * TILE < seq.seqlen_q:
+                seen = seqlen.seeing(seq)
+                self.rows_of_queries(x, w, seq, head, tile, seq.seqlen_q, 0, seen, scale_log2)
+
+    @cute.jit
+    def rows_of_queries(
+        self,
+        x,
+        w,
+        seq: cutlass.Constexpr,
+        head,
+        tile,
+        rows,
+        blind,
+        seen: cutlass.Constexpr,
+        scale_log2,
+    ):
+        """A tile of the ``rows`` queries behind ``blind`` ones; seen: (first, end) that count."""
         row = tile * TILE + self.row()
-        rdO = self.load(_behind(x.dout[batch, head, None, None], blind, rows), tile, rows)
-        rO = self.load(_behind(x.out[batch, head, None, None], blind, rows), tile, rows)
+        at, to = (seq.batch, head, None, None), seqlen.padded_q(seq)
+        of = seqlen.behind(seq.first_q, blind)
+        rdO = self.load(_behind(x.dout[at], of, rows), tile, rows, seen)
+        rO = self.load(_behind(x.out[at], of, rows), tile, rows, seen)
+        if const_expr(w.dout is not None):
+            self.store_rows(rdO, seqlen.from_row(w.dout[at], to), tile, self.padded(tile))
         delta, do_scale = Float32(0.0), Float32(1.0)
         if const_expr(self.problem.dp == "int8"):
             scales = self.scale(rdO, rows, tile, 1, None, None)
             codes = self.encode(rdO, scales, None)
-            self.store_codes(codes, w.dout8[batch, head, None, None], tile, None)
+            gCodes = seqlen.from_row(w.dout8[at], to)
+            self.store_codes(codes, gCodes, tile, self.padded(tile))
             # a token of zeros: any scale will do, and delta may still have -dLSE
             do_scale = ptx.select(scales[0] == 0.0, Float32(1.0), scales[0])
             exact = cute.make_rmem_tensor(8, Float32)
@@ -187,27 +239,40 @@ class BwdPrologue(TransposedPrologue):
         four[0] = four[2] = four[3] = Float32(0.0)
         four[1] = Float32(float("inf"))
         q_scale = Float32(0.0)
-        if row < rows:
-            q_scale = x.q_scale[batch, head, (blind + row) // self.block_q]
-            lse = x.lse[batch, head, blind + row] * LOG2_E
+        counts = row < rows
+        if const_expr(seen is not None):
+            counts = (row >= seen[0]) & (row < seen[1])
+        first_group = seqlen.group_q(seq, self.block_q)
+        if counts:
+            group = seqlen.behind(first_group, (blind + row) // self.block_q)
+            q_scale = x.q_scale[seq.batch, head, group]
+            token = seqlen.behind(seq.first_q, blind + row)
+            lse = x.lse[seq.batch, head, token] * LOG2_E
             if const_expr(x.dlse is not None):
-                delta = delta - x.dlse[batch, head, blind + row] / do_scale
+                delta = delta - x.dlse[seq.batch, head, token] / do_scale
             four[0], four[2], four[3] = q_scale * scale_log2, -delta, do_scale
             four[1] = ptx.select(lse == Float32(float("-inf")), Float32(float("inf")), lse)
         if self.lane() == 0:
-            cute.autovec_copy(four, w.stats[batch, head, row, None])
-        source = _behind(x.q[batch, head, None, None], blind, rows)
+            cute.autovec_copy(four, w.stats[seq.batch, head, seqlen.behind(to, row), None])
+        source = _behind(x.q[at], of, rows)
         if const_expr(self.problem.dk_keys == 0):
-            self.dequantize(source, q_scale * do_scale, w.q_hat[batch, head, None, None], tile)
-        at, block = (batch, head, None, None), self.problem.tile_q
+            scale = q_scale * do_scale
+            self.dequantize(source, scale, seqlen.from_row(w.q_hat[at], to), tile, rows)
+        block = self.problem.tile_q
         if const_expr(block > 0):
             smem = self.allocate_transposed(block)
             if const_expr(self.problem.dk_keys > 0):
-                rQ, to = self.load_codes(source, tile), (tile, w.q_t[at], w.q_t_scale[at])
-                self.transpose(rQ, q_scale, block, self.per_channel, *to, smem)
+                rQ = self.load_codes(source, tile, rows)
+                into = self.transposed_of(tile, w.q_t[at], w.q_t_scale[at], to, block)
+                self.transpose(rQ, q_scale, block, self.per_channel, *into, smem)
             if const_expr(self.problem.dv_keys > 0):
-                to = tile, w.dout_t[at], w.dout_t_scale[at]
-                self.transpose(rdO, None, block, self.per_channel, *to, smem)
+                into = self.transposed_of(tile, w.dout_t[at], w.dout_t_scale[at], to, block)
+                self.transpose(rdO, None, block, self.per_channel, *into, smem)
+
+    def transposed_of(self, tile, gT, gScale, first, block):
+        """Where ``transpose`` writes a tile of tokens that are counted from ``first``."""
+        groups = first if isinstance(first, int) else first // block
+        return tile, seqlen.from_column(gT, first), seqlen.from_row(gScale, groups)
 
     def rows(self, x, w):
         """How many queries see a key."""
@@ -216,61 +281,110 @@ class BwdPrologue(TransposedPrologue):
         return visible_rows(x.q.shape[2], x.k.shape[2], causal=self.problem.is_causal)
 
     @cute.jit
-    def keys(self, cta, x, w):
+    def keys(self, cta, x, w, bounds):
         """Rows of K."""
         like = x.k if const_expr(w.k_hat is None) else w.k_hat
-        batch, head, tile = self.position(cta, like, None)
-        row = tile * TILE + self.row()
-        k_scale = Float32(0.0)
-        if row < like.shape[2]:
-            k_scale = x.k_scale[batch, head, row // self.problem.block_k]
-        at = batch, head, None, None
-        if const_expr(self.problem.dq_rows > 0):
-            smem = self.allocate_transposed(TILE_K)
-            rK, to = self.load_codes(x.k[at], tile), (tile, w.k_t[at], w.k_t_scale[at])
-            self.transpose(rK, k_scale, TILE_K, self.per_channel, *to, smem)
+        index, head, tile = self.position(cta, like, bounds.max_k)
+        if const_expr(not self.problem.ragged):
+            seq = seqlen.dense(index, 0, like.shape[2], causal=self.problem.is_causal)
+            self.rows_of_keys(x, w, seq, head, tile)
         else:
-            self.dequantize(x.k[at], k_scale, w.k_hat[at], tile)
+            seq = self.sequence(bounds, index, x)
+            if tile * TILE < seq.seqlen_k:
+                self.rows_of_keys(x, w, seq, head, tile)
 
     @cute.jit
-    def values_of_v(self, cta, x, w):
+    def rows_of_keys(self, x, w, seq: cutlass.Constexpr, head, tile):
+        """A tile of K."""
+        row = tile * TILE + self.row()
+        at, to = (seq.batch, head, None, None), seqlen.padded_k(seq)
+        k_scale = Float32(0.0)
+        first_group = seqlen.group_k(seq, self.problem.block_k)
+        if row < seq.keys:
+            group = seqlen.behind(first_group, row // self.problem.block_k)
+            k_scale = x.k_scale[seq.batch, head, group]
+        gX = seqlen.from_row(x.k[at], seq.first_k)
+        if const_expr(self.problem.dq_rows > 0):
+            smem = self.allocate_transposed(TILE_K)
+            rK = self.load_codes(gX, tile, self.packed(seq.seqlen_k))
+            into = self.transposed_of(tile, w.k_t[at], w.k_t_scale[at], to, TILE_K)
+            self.transpose(rK, k_scale, TILE_K, self.per_channel, *into, smem)
+        else:
+            self.dequantize(gX, k_scale, seqlen.from_row(w.k_hat[at], to), tile, seq.seqlen_k)
+
+    def packed(self, tokens):
+        """Tokens of a sequence where its tensor has others behind them; else None."""
+        return tokens if self.problem.lengths == "packed" else None
+
+    @cute.jit
+    def values_of_v(self, cta, x, w, bounds):
         """Rows of V: the forward's codes again, not transposed, or what they stand for."""
-        batch, head, tile = self.position(cta, x.v, None)
-        tokens, block = x.v.shape[2], const_expr(self.problem.block_v)
+        index, head, tile = self.position(cta, x.v, bounds.max_k)
+        if const_expr(not self.problem.ragged):
+            seq = seqlen.dense(index, 0, x.v.shape[2], causal=self.problem.is_causal)
+            self.rows_of_v(x, w, seq, head, tile)
+        else:
+            seq = self.sequence(bounds, index, x)
+            if tile * TILE < seq.seqlen_k:
+                self.rows_of_v(x, w, seq, head, tile)
+
+    @cute.jit
+    def rows_of_v(self, x, w, seq: cutlass.Constexpr, head, tile):
+        """A tile of V."""
+        tokens, block = seq.seqlen_k, const_expr(self.problem.block_v)
+        at, to = (seq.batch, head, None, None), seqlen.padded_k(seq)
         absmax = cutlass.memory.SmemAllocator().allocate_tensor(
             Float32, cute.make_layout(self.threads // 32), byte_alignment=16
         )
-        rV = self.load(x.v[batch, head, None, None], tile, tokens)
-        scales = self.scale(rV, tokens, tile, block, None, absmax)
-        codes, target = self.encode(rV, scales, None), w.v[batch, head, None, None]
+        rV = self.load(seqlen.from_row(x.v[at], seq.first_k), tile, seq.keys)
+        scales = self.scale(rV, seq.keys, tile, block, None, absmax)
+        codes = self.encode(rV, scales, None)
+        target = seqlen.from_row(w.v[at], to)
         row = tile * TILE + self.row()
         if const_expr(self.problem.dp == "int8"):
+            first_group = to if const_expr(isinstance(to, int)) else to // block
             if self.lane() == 0 and row % block == 0 and row < tokens:
-                w.v_scale[batch, head, row // block] = scales[0]
-            self.store_codes(codes, target, tile, None)
+                w.v_scale[seq.batch, head, seqlen.behind(first_group, row // block)] = scales[0]
+            self.store_codes(codes, target, tile, self.padded(tile))
         else:
             for v in cutlass.range_constexpr(self.vectors):
                 values = codes[None, v].load().to(Float32) * scales[0]
                 rV[None, 0, v].store(values.to(target.element_type))
-            if row < tokens:
-                wide = self.tiled_copy(target.element_type, 128)
-                tidx, _, _ = cute.arch.thread_idx()
-                gV = wide.get_slice(tidx).partition_D(self.tile_of(target, tile))
-                self.copy(wide, rV, gV)
+            self.store_rows(rV, target, tile, tokens)
 
     @cute.jit
-    def dequantize(self, gX: cute.Tensor, scale, gOut: cute.Tensor, tile):
-        """Codes gX (tokens, head_dim) times the token's scale, in bfloat16."""
+    def store_rows(self, rX: cute.Tensor, gX: cute.Tensor, tile, tokens):
+        """16-bit rows to gX (tokens, head_dim), as far as there are ``tokens``; None: to all."""
+        if tile * TILE + self.row() < (gX.shape[0] if tokens is None else tokens):
+            wide = self.tiled_copy(gX.element_type, 128)
+            tidx, _, _ = cute.arch.thread_idx()
+            self.copy(wide, rX, wide.get_slice(tidx).partition_D(self.tile_of(gX, tile)))
+
+    @cute.jit
+    def dequantize(self, gX: cute.Tensor, scale, gOut: cute.Tensor, tile, tokens):
+        """Codes gX (tokens, head_dim) times the token's scale, in bfloat16.
+
+        Of a packed batch with zeros behind the tokens of the sequence, up to the end of the tile.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         codes, wide = self.tiled_copy(Int8, 64), self.tiled_copy(BFloat16, 128)
         source = codes.get_slice(tidx).partition_S(self.tile_of(gX, tile))
         target = wide.get_slice(tidx).partition_D(self.tile_of(gOut, tile))
-        if tile * TILE + self.row() < gOut.shape[0]:
+        if const_expr(self.problem.lengths == "packed"):
             rX = cute.make_fragment_like(source)
-            self.copy(codes, source, rX)
+            rX.fill(0)
+            if tile * TILE + self.row() < tokens:
+                self.copy(codes, source, rX)
             rOut = cute.make_fragment_like(target)
             rOut.store((rX.load().to(Float32) * scale).to(BFloat16))
             self.copy(wide, rOut, target)
+        else:
+            if tile * TILE + self.row() < gOut.shape[0]:
+                rX = cute.make_fragment_like(source)
+                self.copy(codes, source, rX)
+                rOut = cute.make_fragment_like(target)
+                rOut.store((rX.load().to(Float32) * scale).to(BFloat16))
+                self.copy(wide, rOut, target)
 
 
 def _add_product(total, a, b):

@@ -41,14 +41,17 @@ class TransposedPrologue(QuantizePrologue):
         return TransposedSmem(codes, allocator.allocate_tensor(Float32, shape, byte_alignment=16))
 
     @cute.jit
-    def load_codes(self, gX: cute.Tensor, tile):
-        """A thread's part of a tile of codes (tokens, head_dim): (8, 1, vectors), 0 behind."""
+    def load_codes(self, gX: cute.Tensor, tile, tokens):
+        """A thread's part of a tile of codes (tokens, head_dim): (8, 1, vectors), 0 behind.
+
+        tokens: None: all of gX.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         tiled = self.tiled_copy(Int8, 64)
         source = tiled.get_slice(tidx).partition_S(self.tile_of(gX, tile))
         rX = cute.make_fragment_like(source)
         rX.fill(0)
-        if tile * TILE + self.row() < gX.shape[0]:
+        if tile * TILE + self.row() < (gX.shape[0] if tokens is None else tokens):
             self.copy(tiled, source, rX)
         return rX
 

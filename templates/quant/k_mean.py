@@ -46,8 +46,9 @@ class KMean:
         self.head_dim, self.lengths = head_dim, lengths
         self.columns = head_dim // 8  # threads across one token
         self.groups = 256 // head_dim  # second reduction: threads per channel
-        self.threads = self.groups * head_dim
-        self.rows = self.threads // self.columns  # tokens that one load instruction covers
+        self.busy = self.groups * head_dim
+        self.threads = -(-self.busy // 32) * 32
+        self.rows = self.busy // self.columns  # tokens that one load instruction covers
         self.step = self.rows * UNROLL
 
     @cute.jit
@@ -65,15 +66,20 @@ class KMean:
             block=[self.threads, 1, 1],
             stream=stream,
             # where threads and columns are no powers of two, addresses take more registers
-            min_blocks_per_mp=3 if self.threads % 64 == 0 else 2,
+            min_blocks_per_mp=3 if self.busy % 64 == 0 else 2,
             preferred_smem_carveout=50,  # given: or compiling asks a GPU for it
         )
         self.finish(mPartial, mMean, mK.shape[2], bounds).launch(
             grid=(mPartial.shape[0], 1, 1),
-            block=[self.head_dim, 1, 1],
+            block=[-(-self.head_dim // 32) * 32, 1, 1],
             stream=stream,
             use_pdl=True,
         )
+
+    def thread(self, busy: int):
+        """This thread's index; those that fill up the last warp do what the last busy one does."""
+        tidx, _, _ = cute.arch.thread_idx()
+        return tidx if busy % 32 == 0 else cutlass.min(tidx, busy - 1)
 
     @cute.jit
     def add(self, tKrK: cute.Tensor, total: cute.Tensor):
@@ -87,7 +93,7 @@ class KMean:
     @cute.jit
     def load(self, tiled, gK: cute.Tensor, start, last):
         """UNROLL tokens of this thread's 8 channels, (8, UNROLL, 1); zeros from token last on."""
-        tidx, _, _ = cute.arch.thread_idx()
+        tidx = self.thread(self.busy)
         tile = cute.local_tile(
             cute.domain_offset((start, 0), gK), (self.step, self.head_dim), (0, 0)
         )
@@ -101,7 +107,7 @@ class KMean:
 
     @cute.kernel
     def partial(self, mK: cute.Tensor, mPartial: cute.Tensor, bounds: seqlen.Bounds):
-        tidx, _, _ = cute.arch.thread_idx()
+        tidx = self.thread(self.busy)
         cta, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         chunk, head = cta % mPartial.shape[1], cta // mPartial.shape[1]
@@ -130,7 +136,7 @@ class KMean:
             tKrK.store(ahead.load())
 
         smem = cutlass.memory.SmemAllocator().allocate_tensor(
-            Float64, cute.make_layout(self.threads * 8), byte_alignment=16
+            Float64, cute.make_layout(self.busy * 8), byte_alignment=16
         )
         for c in cutlass.range_constexpr(8):
             smem[tidx * 8 + c] = total[c]
@@ -163,7 +169,7 @@ class KMean:
     def finish(
         self, mPartial: cute.Tensor, mMean: cute.Tensor, seqlen_k: Int32, bounds: seqlen.Bounds
     ):
-        channel, _, _ = cute.arch.thread_idx()
+        channel = self.thread(self.head_dim)
         head, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()

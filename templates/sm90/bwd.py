@@ -13,7 +13,7 @@ from sage_cute.config import ARCHS, Status
 from sage_cute.config.bwd import SLICE, BwdProblem, BwdTileConfig, supports_bwd
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
-from sage_cute.templates.blocks import bwd_int8, bwd_scores, loading, ptx
+from sage_cute.templates.blocks import bwd_int8, bwd_scores, loading, ptx, seqlen
 from sage_cute.templates.blocks import bwd_products as products
 from sage_cute.templates.blocks.bwd_params import (
     BwdInt8Operands,
@@ -24,10 +24,15 @@ from sage_cute.templates.blocks.bwd_params import (
     BwdWork,
 )
 from sage_cute.templates.blocks.bwd_schedule import (
+    BEYOND,
     Slot,
     bwd_tile,
     first_query,
+    group_at,
+    query_end,
     query_span,
+    ragged_query_span,
+    tile_at,
     visible_rows,
 )
 from sage_cute.templates.blocks.magic import MAGIC
@@ -60,6 +65,10 @@ class SageBwdSm90(AttnTemplate):
         q_t_scale, dout_t_scale
                           float32 (batch, heads, padded rows / tile_q, head_dim), of 22 bits
         dk, dv            (batch, kv_heads, seqlen_k, head_dim), head_dim contiguous
+        of a ragged problem (a window, key lengths, a packed batch) rows are all queries, dout a
+        copy in which those that see no key are zeros; of a packed batch, what the prologue made has
+        each sequence padded to 128 rows (blocks.seqlen), zeros, and so has what TMA brings where a
+        group of tiles ends behind them: what a product contracts must be finite
 
     Roles
         warp 0            TMA: K and V once; for each tile of queries of each head of the group Q
@@ -140,6 +149,12 @@ class SageBwdSm90(AttnTemplate):
         dk: cute.Tensor,
         dv: cute.Tensor,
         scale: Float32,
+        left: Int32 | None,
+        right: Int32 | None,
+        key_lengths: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        max_k: Int32 | None,
         stream: cuda.CUstream,
     ):
         """Launches the kernel, one CTA a tile of keys (and column split).
@@ -190,7 +205,10 @@ class SageBwdSm90(AttnTemplate):
             maxima: array(Float32, 256 * c.num_stages if self.int8_gradients else 0, 128)
 
         self.Storage = Storage
+        bounds = seqlen.Bounds(left, right, key_lengths, cu_q, cu_k, None, max_k)
         num_tiles = cute.ceil_div(k_codes.shape[2], c.tile_n) * dk.shape[0] * dk.shape[1]
+        if const_expr(max_k is not None):
+            num_tiles = cute.ceil_div(max_k, c.tile_n) * (cu_k.shape[0] - 1) * dk.shape[1]
         self.kernel(
             BwdTensors(
                 q[0],
@@ -217,6 +235,7 @@ class SageBwdSm90(AttnTemplate):
                 (scales[0][1], scales[1][1]),
             ),
             scale,
+            bounds,
             (layouts.q, layouts.k, layouts.v, layouts.dout, layouts.q_hat, layouts.dout_dp),
             self.mmas(),
         ).launch(
@@ -264,6 +283,7 @@ class SageBwdSm90(AttnTemplate):
         tma: BwdTensors,
         gmem: BwdTensors,
         scale: Float32,
+        bounds: seqlen.Bounds,
         layouts: tuple,
         mmas: tuple,
     ):
@@ -308,7 +328,7 @@ class SageBwdSm90(AttnTemplate):
             maxima=self.maxima(storage) if const_expr(self.int8_gradients) else None,
             partial=self.partial_sums(storage) if const_expr(self.query_wgs > 1) else None,
         )
-        work = self.work(gmem)
+        work = self.work(gmem, bounds)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
@@ -317,10 +337,14 @@ class SageBwdSm90(AttnTemplate):
                 self.load_statistics(gmem, smem, pipes, work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            if const_expr(self.int8_gradients):
-                self.consume_int8(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+            consume = self.consume_int8 if const_expr(self.int8_gradients) else self.consume
+            if const_expr(not self.problem.ragged):
+                consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
             else:
-                self.consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+                if work.span.num_groups > 0:
+                    consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+                else:
+                    self.store_zeros(tidx - 128, gmem, work)
 
     def maxima(self, storage):
         """Where warps agree on scales: of P and of dS (128), a buffer each."""
@@ -331,8 +355,31 @@ class SageBwdSm90(AttnTemplate):
         words = cute.recast_ptr(storage.k.data_ptr(), dtype=Float32)
         return cute.make_tensor(words, cute.make_layout((128, self.columns // 2, 2)))
 
-    def work(self, gmem):
+    def ragged_work(self, gmem, bounds):
+        """``work`` for any mask and length."""
+        c = self.config
+        longest = gmem.k.shape[0] if const_expr(bounds.max_k is None) else bounds.max_k
+        num_blocks = cute.ceil_div(longest, c.tile_n)
+        heads = gmem.k.shape[2]
+        tile = bwd_tile(cute.arch.block_idx()[0], num_blocks, c.column_splits, heads)
+        seq = seqlen.sequence(
+            self.problem.lengths,
+            self.problem.is_causal,
+            bounds,
+            tile.batch,
+            gmem.q.shape[0],
+            gmem.k.shape[0],
+        )
+        span = ragged_query_span(
+            tile.block, seq, tile_m=c.tile_m, tile_n=c.tile_n, stages=c.num_stages
+        )
+        group, offset = gmem.q.shape[2] // heads, seq.seqlen_k - seq.seqlen_q
+        return BwdWork(seq.seqlen_q, 0, seq.seqlen_k, seq, offset, group, tile, span)
+
+    def work(self, gmem, bounds):
         """What this CTA works on."""
+        if const_expr(self.problem.ragged):
+            return self.ragged_work(gmem, bounds)
         c = self.config
         seqlen_k = gmem.k.shape[0]
         if const_expr(self.int8_dk):
@@ -357,18 +404,33 @@ class SageBwdSm90(AttnTemplate):
             causal=self.problem.is_causal,
         )
         group = gmem.q.shape[2] // gmem.k.shape[2]
-        return BwdWork(rows, gmem.q.shape[0] - rows, seqlen_k, offset, group, tile, span)
+        blind = gmem.q.shape[0] - rows
+        seq = seqlen.dense(tile.batch, rows, seqlen_k, causal=self.problem.is_causal)
+        return BwdWork(rows, blind, seqlen_k, seq, offset, group, tile, span)
 
     @cute.jit
     def load(self, gmem, smem, pipes, work, tma):
         """Warp 0: all tiles."""
+        if const_expr(not self.problem.ragged):
+            self.load_tiles(gmem, smem, pipes, work, tma)
+        else:
+            if work.span.num_groups > 0:
+                self.load_tiles(gmem, smem, pipes, work, tma)
+
+    @cute.jit
+    def load_tiles(self, gmem, smem, pipes, work, tma):
+        """``load`` where there is a tile."""
         c, d = self.config, self.dim
-        tile, span = work.tile, work.span
+        tile, span, seq = work.tile, work.span, work.seq
         state = loading.producer_state(1)
         pipes.kept.producer_acquire(state)
         bar = pipes.kept.producer_get_barrier(state)
-        for atom, shared, tensor in ((tma.k, smem.k, gmem.k), (tma.v, smem.v, gmem.v)):
-            of_head = tensor[None, None, tile.head, tile.batch]
+        v_first = seqlen.padded_k(seq) if const_expr(self.problem.block_v > 0) else seq.first_k
+        for atom, shared, tensor, first in (
+            (tma.k, smem.k, gmem.k, seq.first_k),
+            (tma.v, smem.v, gmem.v, v_first),
+        ):
+            of_head = seqlen.rows_from(tensor, tile.head, seq.batch, first)
             s, g = loading.partition(
                 atom, shared, cute.local_tile(of_head, (c.tile_n, d), (tile.block, 0))
             )
@@ -379,52 +441,64 @@ class SageBwdSm90(AttnTemplate):
         whole = const_expr(self.dout_columns == d)
         for h in cutlass.range(work.group, unroll=1):
             head = tile.head * work.group + h
-            row = span.first * c.tile_m
-            tiles = partial(self.tiles_of, head=head, batch=tile.batch)
-            sQ, tQ = loading.partition(tma.q, smem.q, tiles(gmem.q, row + work.blind, d, 0))
+            of_codes = span.first * c.tile_m
+            tiles = partial(self.tiles_of, head=head, batch=seq.batch)
+            row, blind = seqlen.behind(seqlen.padded_q(seq), of_codes), work.blind
+            of_codes = seqlen.behind(seq.first_q, of_codes)
+            sQ, tQ = loading.partition(tma.q, smem.q, tiles(gmem.q, of_codes + blind, d, 0))
             if const_expr(self.int8_dv):
-                dout_tiles = self.transposed_tiles(gmem.values[0], row, split, head, tile.batch)
+                dout_tiles = self.transposed_tiles(gmem.values[0], row, split, head, seq.batch)
             else:
                 dout_tiles = tiles(
-                    gmem.values[0], row + work.blind, self.dout_columns, 0 if whole else split
+                    gmem.values[0], row + blind, self.dout_columns, 0 if whole else split
                 )
             sdO, tdO = loading.partition(tma.values[0], smem.values[0], dout_tiles)
             if const_expr(self.int8_dk):
-                q_tiles = self.transposed_tiles(gmem.values[1], row, split, head, tile.batch)
+                q_tiles = self.transposed_tiles(gmem.values[1], row, split, head, seq.batch)
             else:
                 q_tiles = tiles(gmem.values[1], row, self.columns, split)
             sQh, tQh = loading.partition(tma.values[1], smem.values[1], q_tiles)
             if const_expr(not self.one_dout):
-                seen = row if const_expr(self.int8_dp) else row + work.blind
+                seen = row if const_expr(self.int8_dp) else row + blind
                 sdO8, tdO8 = loading.partition(tma.dout, smem.dout, tiles(gmem.dout, seen, d, 0))
+            first_group = span.first
+            if const_expr(not isinstance(seq.first_q, int)):
+                first_group = span.first + seqlen.padded_q(seq) // c.tile_m
             channels = [
                 loading.partition(
                     tma.channels[n],
                     smem.channels[n],
-                    self.channel_tiles(gmem.channels[n], span.first, split, head, tile.batch),
+                    self.channel_tiles(gmem.channels[n], first_group, split, head, seq.batch),
                 )
                 if const_expr(int8)
                 else None
                 for n, int8 in enumerate((self.int8_dv, self.int8_dk))
             ]
             for i in cutlass.range(span.num_tiles, unroll=1):
-                at = state.index
+                m, at = self.tile_or_nothing(tile_at(span, i, c.num_stages), work), state.index
                 pipes.codes.producer_acquire(state)
                 bar = pipes.codes.producer_get_barrier(state)
-                cute.copy(tma.q, tQ[None, i], sQ[None, at], tma_bar_ptr=bar)
+                cute.copy(tma.q, tQ[None, m], sQ[None, at], tma_bar_ptr=bar)
                 if const_expr(not self.one_dout):
-                    cute.copy(tma.dout, tdO8[None, i], sdO8[None, at], tma_bar_ptr=bar)
+                    cute.copy(tma.dout, tdO8[None, m], sdO8[None, at], tma_bar_ptr=bar)
                 pipes.values.producer_acquire(state)
                 bar = pipes.values.producer_get_barrier(state)
-                cute.copy(tma.values[0], tdO[None, i], sdO[None, at], tma_bar_ptr=bar)
-                cute.copy(tma.values[1], tQh[None, i], sQh[None, at], tma_bar_ptr=bar)
+                cute.copy(tma.values[0], tdO[None, m], sdO[None, at], tma_bar_ptr=bar)
+                cute.copy(tma.values[1], tQh[None, m], sQh[None, at], tma_bar_ptr=bar)
                 for n, int8 in enumerate((self.int8_dv, self.int8_dk)):
                     if const_expr(int8):
                         sScale, tScale = channels[n]
                         cute.copy(
-                            tma.channels[n], tScale[None, i], sScale[None, at], tma_bar_ptr=bar
+                            tma.channels[n], tScale[None, m], sScale[None, at], tma_bar_ptr=bar
                         )
                 state.advance()
+
+    def tile_or_nothing(self, m, work):
+        """Tile m of the span, or one behind the tensors where it is behind a packed sequence."""
+        if const_expr(self.problem.lengths != "packed"):
+            return m
+        there = (work.span.first + m) * self.config.tile_m < work.rows
+        return ptx.select(there, m, Int32(BEYOND))
 
     def tiles_of(self, tensor, row, columns, split, *, head, batch):
         """Tiles of tile_m rows from ``row`` on, of a share of the columns."""
@@ -448,14 +522,21 @@ class SageBwdSm90(AttnTemplate):
         lane = cute.arch.lane_idx()
         state = loading.producer_state(c.num_stages)
         k_scale = Float32(1.0)
+        seq = work.seq
         if const_expr(self.k_uniform):
             group = tile.block * c.tile_n // self.problem.block_k
-            k_scale = gmem.k_scale[tile.batch, tile.head, group]
+            if const_expr(self.problem.ragged):  # of a tile behind the keys: any that is there
+                group = cutlass.min(
+                    group, cutlass.max(work.seqlen_k - 1, 0) // self.problem.block_k
+                )
+            group = seqlen.behind(seqlen.group_k(seq, self.problem.block_k), group)
+            k_scale = gmem.k_scale[seq.batch, tile.head, group]
         last = work.rows - 1
         for h in cutlass.range(work.group, unroll=1):
-            stats = gmem.stats[tile.batch, tile.head * work.group + h, None, None]
+            stats = gmem.stats[seq.batch, tile.head * work.group + h, None, None]
+            stats = seqlen.from_row(stats, seqlen.padded_q(seq))
             for i in cutlass.range(span.num_tiles, unroll=1):
-                row = (span.first + i) * c.tile_m + 2 * lane
+                row = (span.first + tile_at(span, i, c.num_stages)) * c.tile_m + 2 * lane
                 for t in cutlass.range_constexpr(cute.ceil_div(c.tile_m, 64)):
                     loaded = cute.make_rmem_tensor((4, 2), Float32)
                     for n in cutlass.range_constexpr(2):
@@ -506,12 +587,13 @@ class SageBwdSm90(AttnTemplate):
         shape = c.tile_n, rows
         first = mma_s.get_slice(tidx).partition_C(cute.make_identity_tensor(shape))[0]
         k_scale, v_scale = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
-        first_seen = []
+        first_seen, seen_end = [], []
         for r in range(2):
             key = work.tile.block * c.tile_n + first[0] + 8 * r
             self.scales_of(key, r, gmem, work, k_scale, v_scale)
-            seen = first_query(key, work.seqlen_k, work.offset, causal=self.problem.is_causal)
-            first_seen.append(seen - first[1])
+            first_seen.append(first_query(key, work.seq, work.offset) - first[1])
+            if self.problem.window:
+                seen_end.append(query_end(key, work.seq, work.offset) - first[1])
         p = mma_dv.make_fragment_A(mma_dv.partition_shape_A(shape))
         ds = mma_dk.make_fragment_A(mma_dk.partition_shape_A(shape))
         p_words = bwd_scores.as_words(p)
@@ -543,21 +625,41 @@ class SageBwdSm90(AttnTemplate):
             k_scale=None if self.k_uniform else k_scale,
             v_scale=v_scale if self.int8_dp else None,
             first_seen=first_seen,
+            seen_end=seen_end if self.problem.window else None,
         )
 
     @cute.jit
     def scales_of(self, key, r: cutlass.Constexpr[int], gmem, work, k_scale, v_scale):
         """Factors of a key with their bias; 0 where there is no key."""
         k, v = Float32(0.0), Float32(0.0)
+        seq, block_v = work.seq, const_expr(max(self.problem.block_v, 1))
+        first_k, first_v = seqlen.group_k(seq, self.problem.block_k), seqlen.padded_k(seq)
+        if const_expr(not isinstance(first_v, int)):
+            first_v = first_v // block_v
         if key < work.seqlen_k:
             if const_expr(not self.k_uniform):
-                group = key // self.problem.block_k
-                k = gmem.k_scale[work.tile.batch, work.tile.head, group]
+                group = seqlen.behind(first_k, key // self.problem.block_k)
+                k = gmem.k_scale[seq.batch, work.tile.head, group]
             if const_expr(self.int8_dp):
-                group = key // self.problem.block_v
-                v = gmem.v_scale[work.tile.batch, work.tile.head, group]
+                group = seqlen.behind(first_v, key // block_v)
+                v = gmem.v_scale[seq.batch, work.tile.head, group]
         k_scale[r, 0], k_scale[r, 1] = bwd_scores.with_bias(k)
         v_scale[r, 0], v_scale[r, 1] = bwd_scores.with_bias(v)
+
+    @cute.jit
+    def store_zeros(self, tidx, gmem, work):
+        """DK and dV of keys that no query sees, 8 columns of a row at a time."""
+        c, tile, head_dim = self.config, work.tile, const_expr(self.problem.head_dim)
+        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros.fill(0.0)
+        vectors = const_expr(head_dim // 8)
+        first = tile.block * c.tile_n
+        rows = cutlass.min(work.seqlen_k - first, c.tile_n)
+        for target in gmem.out:
+            gX = seqlen.from_row(target[work.seq.batch, tile.head, None, None], work.seq.first_k)
+            for i in cutlass.range(tidx, rows * vectors, 128 * c.num_consumer_wgs, unroll=1):
+                where = gX[first + i // vectors, None]
+                cute.autovec_copy(zeros, cute.local_tile(where, (8,), (i % vectors,)))
 
     @cute.jit
     def consume(self, tidx, gmem, smem, pipes, work, scale, mmas):
@@ -595,8 +697,16 @@ class SageBwdSm90(AttnTemplate):
         stages = self.config.num_stages
         for n in range(stages):
             before, now = Slot((n - 1) % stages, phase), Slot(n, phase)
-            m = span.first + group * stages + n if masked else 0
+            m = span.first + group_at(span, group) * stages + n if masked else 0
             self.step(ops, pipes, acc_dK, acc_dV, before, now, m, first and n == 0, masked)
+
+    def visible(self, ops, m):
+        """(r, j, c) -> whether the thread's key r is seen by its query c of column group j."""
+        first = [ops.first_seen[r] - m * self.config.tile_m for r in range(2)]
+        if ops.seen_end is None:
+            return lambda r, j, c: 8 * j + c >= first[r]
+        end = [ops.seen_end[r] - m * self.config.tile_m for r in range(2)]
+        return lambda r, j, c: (8 * j + c >= first[r]) & (8 * j + c < end[r])
 
     @cute.jit
     def step(
@@ -620,10 +730,7 @@ class SageBwdSm90(AttnTemplate):
         self.issue_scores(ops, acc_S, acc_dP, now)
         if const_expr(not first):
             self.issue_dk(ops, acc_dK, before)
-        seen = None
-        if const_expr(masked):
-            seen = [ops.first_seen[r] - m * self.config.tile_m for r in range(2)]
-        visible = (lambda r, j, c: 8 * j + c >= seen[r]) if const_expr(masked) else None
+        visible = self.visible(ops, m) if const_expr(masked) else None
 
         columns = self.statistics(ops, now.index, 0, self.config.ahead)
         warpgroup.wait_group(1 if first else 2)
@@ -769,6 +876,8 @@ class SageBwdSm90(AttnTemplate):
         ops = self.operands(of_keys, wk, gmem, mine, work, mmas)
         seen = [first - self.rows * wq for first in ops.first_seen]
         ops = ops._replace(first_seen=seen)
+        if const_expr(self.problem.window):
+            ops = ops._replace(seen_end=[end - self.rows * wq for end in ops.seen_end])
         more = self.operands_int8(tidx, mine, mmas)
         shape = c.tile_n, self.columns
         acc_dV = cute.make_rmem_tensor(mmas[2].partition_shape_C(shape), Float32)
@@ -799,7 +908,7 @@ class SageBwdSm90(AttnTemplate):
         """Steps on a group of tiles, as many as there are buffers."""
         stages = self.config.num_stages
         for n in range(stages):
-            m = span.first + group * stages + n if masked else 0
+            m = span.first + group_at(span, group) * stages + n if masked else 0
             self.step_int8(ops, more, pipes, acc_dK, acc_dV, Slot(n, phase), m, masked)
 
     @cute.jit
@@ -811,10 +920,7 @@ class SageBwdSm90(AttnTemplate):
         acc_S = cute.make_rmem_tensor(ops.s_shape, Int32)
         acc_dP = cute.make_rmem_tensor(ops.s_shape, Int32 if self.int8_dp else Float32)
         self.issue_scores(ops, acc_S, acc_dP, now)
-        seen = None
-        if const_expr(masked):
-            seen = [ops.first_seen[r] - m * self.config.tile_m for r in range(2)]
-        visible = (lambda r, j, c: 8 * j + c >= seen[r]) if const_expr(masked) else None
+        visible = self.visible(ops, m) if const_expr(masked) else None
 
         columns = self.statistics(ops, now.index, 0, self.config.ahead)
         warpgroup.wait_group(1)
@@ -876,7 +982,7 @@ class SageBwdSm90(AttnTemplate):
             tidx = tidx % 128
         identity = cute.make_identity_tensor((c.tile_n, self.columns))
         first = mma.get_slice(tidx).partition_C(identity)[0]
-        gX = target[tile.batch, tile.head, None, None]
+        gX = seqlen.from_row(target[work.seq.batch, tile.head, None, None], work.seq.first_k)
         head_dim = const_expr(self.problem.head_dim)
         groups = const_expr(min(self.columns, head_dim) // 8)
         short = const_expr(self.config.column_splits > 1 and head_dim % self.columns > 0)

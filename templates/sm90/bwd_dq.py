@@ -13,7 +13,7 @@ from sage_cute.config import ARCHS, Status
 from sage_cute.config.bwd import SLICE, BwdProblem, BwdTileConfig, supports_bwd
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
-from sage_cute.templates.blocks import bwd_int8, bwd_scores, loading, ptx
+from sage_cute.templates.blocks import bwd_int8, bwd_scores, loading, ptx, seqlen
 from sage_cute.templates.blocks import bwd_products as products
 from sage_cute.templates.blocks.bwd_params import (
     BwdInt8Operands,
@@ -23,7 +23,17 @@ from sage_cute.templates.blocks.bwd_params import (
     BwdTensors,
     BwdWork,
 )
-from sage_cute.templates.blocks.bwd_schedule import Slot, bwd_tile, key_span, visible_keys
+from sage_cute.templates.blocks.bwd_schedule import (
+    BEYOND,
+    Slot,
+    bwd_tile,
+    group_at,
+    key_end,
+    key_span,
+    key_start,
+    ragged_key_span,
+    tile_at,
+)
 from sage_cute.templates.blocks.magic import MAGIC
 from sage_cute.templates.mma import wgmma
 
@@ -104,6 +114,11 @@ class SageBwdDqSm90(AttnTemplate):
         dq: cute.Tensor,
         rows: Int32,
         scale: Float32,
+        left: Int32 | None,
+        right: Int32 | None,
+        key_lengths: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         """Launches the kernel, one CTA a tile of queries.
@@ -139,12 +154,16 @@ class SageBwdDqSm90(AttnTemplate):
             maxima: array(Float32, 32 * stages if self.int8_dq else 0, 128)
 
         self.Storage = Storage
+        bounds = seqlen.Bounds(left, right, key_lengths, cu_q, cu_k)
         num_tiles = cute.ceil_div(rows, self.tile_m) * dq.shape[0] * dq.shape[1]
+        if const_expr(cu_q is not None):
+            num_tiles = cute.ceil_div(rows, self.tile_m) * (cu_q.shape[0] - 1) * dq.shape[1]
         self.kernel(
             BwdTensors(q[0], k[0], v_[0], do[0], kh[0], None, None, None, None, channels[0]),
             BwdTensors(q[1], k[1], v_[1], do[1], kh[1], stats, k_scale, v_scale, dq, channels[1]),
             rows,
             scale,
+            bounds,
             (layouts.q, layouts.k, layouts.v, layouts.dout, layouts.k_hat),
             self.mmas(),
         ).launch(
@@ -187,6 +206,7 @@ class SageBwdDqSm90(AttnTemplate):
         gmem: BwdTensors,
         rows: Int32,
         scale: Float32,
+        bounds: seqlen.Bounds,
         layouts: tuple,
         mmas: tuple,
     ):
@@ -226,7 +246,7 @@ class SageBwdDqSm90(AttnTemplate):
             if const_expr(self.int8_dq)
             else None,
         )
-        work = self.work(gmem, rows)
+        work = self.work(gmem, rows, bounds)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
@@ -235,13 +255,43 @@ class SageBwdDqSm90(AttnTemplate):
                 self.load_scales(gmem, smem, pipes, work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            if const_expr(self.int8_dq):
-                self.consume_int8(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+            consume = self.consume_int8 if const_expr(self.int8_dq) else self.consume
+            if const_expr(not self.problem.ragged):
+                consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
             else:
-                self.consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+                if work.span.num_groups > 0:
+                    consume(tidx - 128, gmem, smem, pipes, work, scale, mmas)
+                else:
+                    self.store_zeros(tidx - 128, gmem, work)
 
-    def work(self, gmem, rows):
-        """What this CTA works on."""
+    def ragged_work(self, gmem, longest, bounds):
+        """``work`` for any mask and length."""
+        heads, causal = gmem.q.shape[2], self.problem.is_causal
+        tile = bwd_tile(
+            cute.arch.block_idx()[0],
+            cute.ceil_div(longest, self.tile_m),
+            1,
+            heads,
+            last_first=causal,
+        )
+        seq = seqlen.sequence(
+            self.problem.lengths,
+            causal,
+            bounds,
+            tile.batch,
+            gmem.q.shape[0],
+            gmem.k.shape[0],
+        )
+        span = ragged_key_span(
+            tile.block, seq, tile_m=self.tile_m, tile_n=self.tile_n, stages=self.stages
+        )
+        group, offset = heads // gmem.k.shape[2], seq.seqlen_k - seq.seqlen_q
+        return BwdWork(seq.seqlen_q, 0, seq.seqlen_k, seq, offset, group, tile, span)
+
+    def work(self, gmem, rows, bounds):
+        """What this CTA works on. rows: that see a key, or those of the longest sequence."""
+        if const_expr(self.problem.ragged):
+            return self.ragged_work(gmem, rows, bounds)
         causal = self.problem.is_causal
         seqlen_k = gmem.k.shape[0]
         offset = cutlass.max(seqlen_k - rows, 0)
@@ -262,47 +312,64 @@ class SageBwdDqSm90(AttnTemplate):
             causal=causal,
         )
         group = gmem.q.shape[2] // gmem.k.shape[2]
-        return BwdWork(rows, gmem.q.shape[0] - rows, seqlen_k, offset, group, tile, span)
+        blind = gmem.q.shape[0] - rows
+        seq = seqlen.dense(tile.batch, rows, seqlen_k, causal=causal)
+        return BwdWork(rows, blind, seqlen_k, seq, offset, group, tile, span)
 
     @cute.jit
     def load(self, gmem, smem, pipes, work, tma):
         """Warp 0: all tiles."""
-        d, tile, span = self.dim, work.tile, work.span
+        if const_expr(not self.problem.ragged):
+            self.load_tiles(gmem, smem, pipes, work, tma)
+        else:
+            if work.span.num_groups > 0:
+                self.load_tiles(gmem, smem, pipes, work, tma)
+
+    @cute.jit
+    def load_tiles(self, gmem, smem, pipes, work, tma):
+        """``load`` where there is a tile."""
+        d, tile, span, seq = self.dim, work.tile, work.span, work.seq
         kv_head = tile.head // work.group
         state = loading.producer_state(1)
         pipes.kept.producer_acquire(state)
         bar = pipes.kept.producer_get_barrier(state)
         dout_blind = 0 if const_expr(self.int8_dp) else work.blind
         for atom, shared, tensor, blind in (
-            (tma.q, smem.q, gmem.q, work.blind),
-            (tma.dout, smem.dout, gmem.dout, dout_blind),
+            (tma.q, smem.q, gmem.q, seqlen.behind(seq.first_q, work.blind)),
+            (tma.dout, smem.dout, gmem.dout, seqlen.behind(seqlen.padded_q(seq), dout_blind)),
         ):
-            seen = cute.domain_offset((blind, 0), tensor[None, None, tile.head, tile.batch])
+            seen = cute.domain_offset((blind, 0), tensor[None, None, tile.head, seq.batch])
             s, g = loading.partition(
                 atom, shared, cute.local_tile(seen, (self.tile_m, d), (tile.block, 0))
             )
             cute.copy(atom, g, s, tma_bar_ptr=bar)
 
         state = loading.producer_state(self.stages)
-        tiles = lambda tensor: cute.local_tile(
-            tensor[None, None, kv_head, tile.batch], (self.tile_n, d), (None, 0)
+        padded = seqlen.padded_k(seq)
+        tiles = lambda tensor, first: cute.local_tile(
+            seqlen.rows_from(tensor, kv_head, seq.batch, first), (self.tile_n, d), (None, 0)
         )
-        sK, tK = loading.partition(tma.k, smem.k, tiles(gmem.k))
-        sV, tV = loading.partition(tma.v, smem.v, tiles(gmem.v))
+        sK, tK = loading.partition(tma.k, smem.k, tiles(gmem.k, seq.first_k))
+        first_v = padded if const_expr(self.problem.block_v > 0) else seq.first_k
+        sV, tV = loading.partition(tma.v, smem.v, tiles(gmem.v, first_v))
         if const_expr(self.int8_dq):
+            of_head = gmem.values[None, None, kv_head, seq.batch]
             k_tiles = cute.local_tile(
-                gmem.values[None, None, kv_head, tile.batch], (d, self.tile_n), (0, None)
+                seqlen.from_column(of_head, padded), (d, self.tile_n), (0, None)
             )
+            of_tile = padded if const_expr(isinstance(padded, int)) else padded // self.tile_n
+            channels = seqlen.rows_from(gmem.channels, kv_head, seq.batch, of_tile)
             sScale, tScale = loading.partition(
-                tma.channels,
-                smem.channels,
-                cute.local_tile(gmem.channels[None, None, kv_head, tile.batch], (1, d), (None, 0)),
+                tma.channels, smem.channels, cute.local_tile(channels, (1, d), (None, 0))
             )
         else:
-            k_tiles = tiles(gmem.values)
+            k_tiles = tiles(gmem.values, padded)
         sKh, tKh = loading.partition(tma.values, smem.values, k_tiles)
         for i in cutlass.range(span.num_tiles, unroll=1):
-            j, at = span.first - i, state.index
+            j, at = (
+                self.tile_or_nothing(span.first - tile_at(span, i, self.stages), work),
+                state.index,
+            )
             pipes.codes.producer_acquire(state)
             bar = pipes.codes.producer_get_barrier(state)
             cute.copy(tma.k, tK[None, j], sK[None, at], tma_bar_ptr=bar)
@@ -314,22 +381,33 @@ class SageBwdDqSm90(AttnTemplate):
                 cute.copy(tma.channels, tScale[None, j], sScale[None, at], tma_bar_ptr=bar)
             state.advance()
 
+    def tile_or_nothing(self, j, work):
+        """Tile j, or one behind the tensors where it is behind a packed sequence."""
+        if const_expr(self.problem.lengths != "packed"):
+            return j
+        return ptx.select(j * self.tile_n < work.seqlen_k, j, Int32(BEYOND))
+
     @cute.jit
     def load_scales(self, gmem, smem, pipes, work):
         """Warp 1: what P and dS need of each key: scale of K (if not one a tile), scale of V."""
-        tile, span = work.tile, work.span
+        tile, span, seq = work.tile, work.span, work.seq
+        block_v = const_expr(max(self.problem.block_v, 1))
+        first_k, first_v = seqlen.group_k(seq, self.problem.block_k), seqlen.padded_k(seq)
+        if const_expr(not isinstance(first_v, int)):
+            first_v = first_v // block_v
         kv_head = tile.head // work.group
         lane = cute.arch.lane_idx()
         state = loading.producer_state(self.stages)
         for i in cutlass.range(span.num_tiles, unroll=1):
-            first = (span.first - i) * self.tile_n
+            first = (span.first - tile_at(span, i, self.stages)) * self.tile_n
             for t in cutlass.range_constexpr(cute.ceil_div(self.tile_n, 32)):
                 at = lane + 32 * t
                 key = cutlass.min(first + at, work.seqlen_k - 1)
-                k = gmem.k_scale[tile.batch, kv_head, key // self.problem.block_k]
+                group = seqlen.behind(first_k, key // self.problem.block_k)
+                k = gmem.k_scale[seq.batch, kv_head, group]
                 v = Float32(1.0)
                 if const_expr(self.int8_dp):
-                    v = gmem.v_scale[tile.batch, kv_head, key // self.problem.block_v]
+                    v = gmem.v_scale[seq.batch, kv_head, seqlen.behind(first_v, key // block_v)]
                 if const_expr(t == 0):
                     pipes.codes.sync_object_empty.wait(state.index, state.phase)
                 if at < self.tile_n:
@@ -351,8 +429,9 @@ class SageBwdDqSm90(AttnTemplate):
         if not self.int8_dq:
             k_t = products.turned(smem.values, self.dim, self.tile_n, self.stages)
         q_scale, lse, delta = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
-        visible = []
-        stats = gmem.stats[work.tile.batch, work.tile.head, None, None]
+        visible, first_seen = [], []
+        stats = gmem.stats[work.seq.batch, work.tile.head, None, None]
+        stats = seqlen.from_row(stats, seqlen.padded_q(work.seq))
         for r in range(2):
             row = work.tile.block * self.tile_m + first[0] + 8 * r
             four = cute.make_rmem_tensor(4, Float32)
@@ -362,8 +441,9 @@ class SageBwdDqSm90(AttnTemplate):
                 lse[r] = ptx.select(row < work.rows, lse[r], Float32(float("inf")))
             if self.true_ds:  # P times do_scale
                 lse[r] = lse[r] - ptx.log2(four[3])
-            seen = visible_keys(row, work.seqlen_k, work.offset, causal=self.problem.is_causal)
-            visible.append(seen - first[1])
+            visible.append(key_end(row, work.seq, work.offset) - first[1])
+            if self.problem.window:
+                first_seen.append(key_start(row, work.seq, work.offset) - first[1])
         return BwdQueryOperands(
             mmas=mmas,
             q=mma_s.make_fragment_A(s.partition_A(smem.q)),
@@ -380,7 +460,29 @@ class SageBwdDqSm90(AttnTemplate):
             lse=lse,
             delta=delta,
             visible=visible,
+            first_seen=first_seen if self.problem.window else None,
         )
+
+    def visible(self, ops, j):
+        """(r, g, c) -> whether the thread's query r sees its key c of column group g of tile j."""
+        end = [ops.visible[r] - j * self.tile_n for r in range(2)]
+        if ops.first_seen is None:
+            return lambda r, g, c: 8 * g + c < end[r]
+        first = [ops.first_seen[r] - j * self.tile_n for r in range(2)]
+        return lambda r, g, c: (8 * g + c < end[r]) & (8 * g + c >= first[r])
+
+    @cute.jit
+    def store_zeros(self, tidx, gmem, work):
+        """DQ of queries that see no key, 8 columns of a row at a time."""
+        tile, vectors = work.tile, const_expr(self.problem.head_dim // 8)
+        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros.fill(0.0)
+        first = tile.block * self.tile_m
+        rows = cutlass.min(work.rows - first, self.tile_m)
+        gX = seqlen.from_row(gmem.out[work.seq.batch, tile.head, None, None], work.seq.first_q)
+        for i in cutlass.range(tidx, rows * vectors, 128 * self.wgs, unroll=1):
+            where = gX[first + i // vectors, None]
+            cute.autovec_copy(zeros, cute.local_tile(where, (8,), (i % vectors,)))
 
     @cute.jit
     def consume(self, tidx, gmem, smem, pipes, work, scale, mmas):
@@ -414,7 +516,7 @@ class SageBwdDqSm90(AttnTemplate):
         for n in range(self.stages):
             # the last buffer of the group before had the other phase
             before = Slot((n - 1) % self.stages, phase if n else phase ^ 1)
-            j = span.first - group * self.stages - n if masked else 0
+            j = span.first - group_at(span, group) * self.stages - n if masked else 0
             now = Slot(n, phase)
             self.step(ops, pipes, acc_dQ, before, now, j, first and n == 0, masked)
 
@@ -439,10 +541,7 @@ class SageBwdDqSm90(AttnTemplate):
         self.issue_scores(ops, acc_S, acc_dP, now)
         if const_expr(not first):
             self.issue_dq(ops, acc_dQ, before)
-        left = None
-        if const_expr(masked):
-            left = [ops.visible[r] - j * self.tile_n for r in range(2)]
-        visible = (lambda r, g, c: 8 * g + c < left[r]) if const_expr(masked) else None
+        visible = self.visible(ops, j) if const_expr(masked) else None
         factors = self.factors(ops, now.index)
         of_k = None if const_expr(self.k_uniform) else self.scales(ops, now.index, 0)
         of_v = self.scales(ops, now.index, 1) if const_expr(self.int8_dp) else None
@@ -565,7 +664,7 @@ class SageBwdDqSm90(AttnTemplate):
     def walk_int8(self, ops, more, pipes, acc_dQ, span, group, phase, masked: bool):
         """Steps on a group of tiles, as many as there are buffers."""
         for n in range(self.stages):
-            j = span.first - group * self.stages - n if masked else 0
+            j = span.first - group_at(span, group) * self.stages - n if masked else 0
             self.step_int8(ops, more, pipes, acc_dQ, Slot(n, phase), j, masked)
 
     @cute.jit
@@ -575,10 +674,7 @@ class SageBwdDqSm90(AttnTemplate):
         acc_S = cute.make_rmem_tensor(ops.s_shape, Int32)
         acc_dP = cute.make_rmem_tensor(ops.s_shape, Int32 if self.int8_dp else Float32)
         self.issue_scores(ops, acc_S, acc_dP, now)
-        left = None
-        if const_expr(masked):
-            left = [ops.visible[r] - j * self.tile_n for r in range(2)]
-        visible = (lambda r, g, c: 8 * g + c < left[r]) if const_expr(masked) else None
+        visible = self.visible(ops, j) if const_expr(masked) else None
         factors = self.factors(ops, now.index)
         of_k = None if const_expr(self.k_uniform) else self.scales(ops, now.index, 0)
         of_v = self.scales(ops, now.index, 1) if const_expr(self.int8_dp) else None
@@ -607,8 +703,10 @@ class SageBwdDqSm90(AttnTemplate):
         tidx = ptx.thread_index() - 128
         identity = cute.make_identity_tensor((self.tile_m, self.dim))
         first = mma.get_slice(tidx).partition_C(identity)[0]
-        gX = gmem.out[tile.batch, tile.head, None, None]
-        stats = gmem.stats[tile.batch, tile.head, None, None]
+        seq = work.seq
+        gX = seqlen.from_row(gmem.out[seq.batch, tile.head, None, None], seq.first_q)
+        stats = gmem.stats[seq.batch, tile.head, None, None]
+        stats = seqlen.from_row(stats, seqlen.padded_q(seq))
         for r in cutlass.range_constexpr(2):
             row = tile.block * self.tile_m + first[0] + 8 * r
             if row < work.rows:

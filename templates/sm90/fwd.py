@@ -44,6 +44,9 @@ class SageFwdSm90(AttnTemplate):
         v_scale           float32 (batch, kv_heads, padded tokens or blocks)
         out, lse          (batch, heads, seqlen_q, head_dim), head_dim contiguous; float32
                           (batch, heads, seqlen_q): natural log, of the K that was quantized
+        of a packed batch: tensors of batch 1 with all tokens; where a sequence's tokens, scales and
+        columns of V^T start, and which keys its queries see, is in blocks.seqlen. Rows that TMA
+        brings from behind a sequence are masked, and not stored
 
     Roles
         warp 0            TMA: Q once a tile, K and V^T a stage each per key block
@@ -68,7 +71,8 @@ class SageFwdSm90(AttnTemplate):
     P V into O. What overlaps the products are the other warpgroups. The first iteration multiplies
     a P of zeros. Without ``overlap``: S -> wait -> codes -> P V in slices, each waited for and
     folded. A warpgroup takes the exact path (softmax.py) for blocks that its rows do not see whole
-    and for those whose V scales are not flat.
+    and for those whose V scales are not flat. With a window blocks run down to the first one that
+    the tile's first row sees.
     """
 
     family = "sm90"

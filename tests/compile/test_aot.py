@@ -99,7 +99,7 @@ def test_the_cache_and_a_folder_hold_the_same_files(built, tmp_path, fresh) -> N
     found.write(one, (built / f"{one.name}.so").read_bytes())
     start = time.perf_counter()
     function = fresh(one)
-    assert time.perf_counter() - start < 10 and "10 parameters" in _error(function)
+    assert time.perf_counter() - start < 10 and "16 parameters" in _error(function)
 
 
 def _error(function) -> str:
@@ -162,7 +162,7 @@ def test_a_process_that_dies_is_an_error(tmp_path) -> None:
 
 
 def test_what_has_no_kernel_says_why() -> None:
-    with pytest.raises(UnsupportedError, match="head_dim=84"):
+    with pytest.raises(UnsupportedError, match="head_dim 84"):
         catalog.kernels([CALL._replace(head_dim=84)], ["fwd"])
 
 

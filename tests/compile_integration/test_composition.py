@@ -201,12 +201,14 @@ SHARDED = textwrap.dedent("""
         torch.testing.assert_close(sharded_lse.full_tensor(), lse)
         for a, b in zip(single, parts):
             torch.testing.assert_close(b.grad.full_tensor(), a.grad)
-        lengths = torch.tensor([40, 17])
-        masked = sage_cute.attention(*whole, window=(9, 3), key_lengths=lengths)
+        lengths, mean = torch.tensor([40, 17]), torch.randn(2, kv_heads, 32)
+        masked = sage_cute.attention(*whole, window=(9, 3), key_lengths=lengths, k_mean=mean)
         on = Shard(0) if placement == Shard(0) else Replicate()
+        of_mean = placement if expected is not None else Replicate()
         local = sage_cute.attention(
             *(x.detach() for x in parts), window=(9, 3),
             key_lengths=distribute_tensor(lengths, mesh, [on]),
+            k_mean=distribute_tensor(mean, mesh, [of_mean]),
         )
         if expected is not None:
             assert local.placements == (expected,), local.placements
@@ -215,6 +217,24 @@ SHARDED = textwrap.dedent("""
         torch.testing.assert_close(
             compiled(*(x.detach() for x in parts), causal=True).full_tensor(), out
         )
+    from torch.distributed.tensor.experimental import local_map
+    whole = [torch.randn(50, h, 32) for h in (4, 2, 2)]
+    cu = torch.tensor([0, 20, 50], dtype=torch.int32)
+    parts = [distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for x in whole]
+    try:
+        sage_cute.attention_varlen(*parts, cu, cu)
+    except sage_cute.errors.UnsupportedError as error:
+        assert "local_map" in str(error)
+    else:
+        raise AssertionError("a DTensor in a packed batch")
+    single = [x.clone().requires_grad_() for x in whole]
+    sage_cute.attention_varlen(*single, cu, cu).square().sum().backward()
+    by_head = local_map(lambda q, k, v: sage_cute.attention_varlen(q, k, v, cu, cu),
+                        out_placements=[Shard(1)], in_placements=([Shard(1)],) * 3,
+                        device_mesh=mesh)
+    by_head(*parts).square().sum().backward()
+    for a, b in zip(single, parts):
+        torch.testing.assert_close(b.grad.full_tensor(), a.grad)
     dist.destroy_process_group()
     print("sharded ok")
 """)

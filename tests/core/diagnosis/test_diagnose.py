@@ -217,6 +217,31 @@ def test_what_cannot_be_examined_says_why(options, reason) -> None:
     assert reason in found.skipped["bad"] and "Not examined: 1 calls" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("masks", "reason"),
+    [
+        ({"window": (9, None)}, "window: a diagnosis examines plain and causal"),
+        ({"key_lengths": torch.tensor([9] * SHAPE[0])}, "key_lengths: a diagnosis"),
+    ],
+)
+def test_masks_of_sage_attn_are_not_examined(masks, reason) -> None:
+    x = make_inputs("g1", SHAPE, dtype=torch.float32)
+    with pytest.raises(DiagnosisError, match=reason):
+        diagnose(Known(x, sage, **masks))
+
+
+def test_packed_batches_are_not_examined() -> None:
+    x = make_inputs("g1", SHAPE, dtype=torch.float32)
+    cu = torch.tensor([0, 10, 96], dtype=torch.int32)
+
+    def packed(*x: Tensor) -> Tensor:
+        tokens = (t[0].transpose(0, 1) for t in x)
+        return sage_cute.attention_varlen(*tokens, cu, cu).transpose(0, 1).unsqueeze(0)
+
+    with pytest.raises(DiagnosisError, match="packed sequences: a diagnosis"):
+        diagnose(Known(x, packed))
+
+
 def test_top_left_causal_of_sdpa_is_refused() -> None:
     x = make_inputs("g1", SHAPE, seqlen_k=120)
     with pytest.raises(DiagnosisError, match="top-left"):

@@ -103,6 +103,19 @@ def test_what_queries_hold_that_see_no_key_does_not_matter(policy: str, which: s
         assert torch.equal(a, b) and not a.isnan().any()
 
 
+@pytest.mark.parametrize("policy", ["fast", "accurate", "int8"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_value_that_is_nan_reaches_the_queries_whose_window_has_it(
+    policy: str, causal: bool
+) -> None:
+    x = make_inputs("g1", (1, 2, 300, 32), dtype=torch.float32, seed=8)
+    x.v[:, :, 140] = math.nan
+    masks = {"causal": causal, "window": (20, 9)}
+    sees = visible(300, 300, causal, CPU, (20, 9))[:, 140]
+    out = run_attention(x, policy=policy, **masks).out
+    assert torch.equal(out.isnan().any(-1)[0, 0], sees) and out[:, :, ~sees].isfinite().all()
+
+
 @pytest.mark.parametrize("policy", PRESETS)
 def test_whole_lengths_are_no_mask(policy: str) -> None:
     x = make_inputs("g1", (1, 2, 140, 32), seqlen_k=200, seed=5)

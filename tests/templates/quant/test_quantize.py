@@ -10,7 +10,7 @@ from sage_cute.numerics.quantize import quantize as quantize_cpu
 from sage_cute.numerics.quantize import token_mean
 from sage_cute.policies import resolve
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.emulated(slow=True)]
 
 TOKEN, PAPER = resolve("fast:k_scale=per_token"), resolve("sagebwd")
 MIXED = resolve("fast")  # scales of Q and V per token, of K per 128
@@ -122,6 +122,7 @@ def test_head_dims(policy, dtype, head_dim):
     check(policy, inputs(2, 4, 2, 333, 451, head_dim, dtype))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("policy", [TOKEN, MIXED, PAPER], ids=["token", "mixed", "block"])
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"),
@@ -192,6 +193,7 @@ def test_zeros(policy):
     check(policy, x)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("policy", [TOKEN, MIXED, PAPER], ids=["token", "mixed", "block"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_not_finite(policy, value):

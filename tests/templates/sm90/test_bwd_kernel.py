@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import math
 import pathlib
 import sys
@@ -14,7 +15,7 @@ import torch
 from sage_cute.config.bwd import BwdProblem, default_bwd_config
 from sage_cute.policies import resolve
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.emulated(slow=True)]
 
 _PATH = pathlib.Path(__file__).with_name("bwd_case.py")
 _spec = importlib.util.spec_from_file_location("bwd_case", _PATH)
@@ -65,11 +66,19 @@ def check(errors, limit=PACKED):
     assert max(errors) < limit, dict(zip(("dq", "dk", "dv"), errors, strict=True))
 
 
+IN_CI = {(FIRST, 128, True), (SIXTEEN, 64, False)}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("policy", [FIRST, SIXTEEN])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_shapes(shape, causal, policy, head_dim):
+@pytest.mark.parametrize(
+    ("policy", "head_dim", "causal"),
+    [
+        # The emulator runs some without being asked to.
+        pytest.param(*case, marks=[pytest.mark.emulated] if case in IN_CI else [])
+        for case in itertools.product((FIRST, SIXTEEN), (64, 128), (False, True))
+    ],
+)
+def test_shapes(shape, policy, head_dim, causal):
     check(case.errors(case.Case(shape, head_dim, policy_of(policy), causal, dlse=causal)))
 
 
@@ -260,7 +269,10 @@ def test_the_same_bits_every_time(policy):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("policy", ["fast", "sagebwd", "int8", "accurate:dk=int8"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param("fast", marks=pytest.mark.emulated), "sagebwd", "int8", "accurate:dk=int8"],
+)
 def test_queries_without_keys_contribute_to_nothing(policy):
     a_case = case.Case((1, 2, 2, 300, 127), 128, policy, causal=True)
     inputs = case.make_inputs(a_case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import pathlib
 
@@ -13,7 +14,7 @@ from sage_cute.config import AttnProblem, FwdTileConfig, default_fwd_config
 from sage_cute.numerics.forward import sage_forward
 from sage_cute.policies import resolve
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.emulated(slow=True)]
 
 _PATH = pathlib.Path(__file__).with_name("fwd_case.py")
 _spec = importlib.util.spec_from_file_location("fwd_case", _PATH)
@@ -78,11 +79,23 @@ def compare(
         assert error < 5e-3, error
 
 
+IN_CI = {("fast", 128, True), ("fast", 64, False), ("sagebwd", 128, True)}
+
+
+def marks(*case):
+    """Of a case that the emulator runs without being asked to."""
+    return [pytest.mark.emulated] if case in IN_CI else []
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_shapes(shape, causal, policy, head_dim):
+@pytest.mark.parametrize(
+    ("policy", "head_dim", "causal"),
+    [
+        pytest.param(*case, marks=marks(*case))
+        for case in itertools.product(POLICIES, (64, 128), (False, True))
+    ],
+)
+def test_shapes(shape, policy, head_dim, causal):
     compare(shape, head_dim=head_dim, policy=policy, causal=causal, dtype=torch.bfloat16)
 
 
@@ -132,6 +145,7 @@ def test_range_of_scores(sigma, scale):
     )
 
 
+@pytest.mark.emulated
 def test_nan_scales_poison_the_rows_that_see_them_and_no_others():
     policy, seqlen, at = resolve("fast"), 600, 200
     q, k, v = case.make_inputs(1, 1, 1, seqlen, seqlen, 64)
