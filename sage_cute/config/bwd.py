@@ -47,17 +47,20 @@ class BwdProblem:
 
     @property
     def ragged(self) -> bool:
-        """Whether queries may see no key for other reasons than a dense causal mask.
+        """Whether queries that see no key may be among the rows.
 
         The kernels then read a copy of dO in which those are zeros, and ask each sequence what it
-        sees (``templates.blocks.seqlen``).
+        sees (``templates.blocks.seqlen``). Under a dense causal mask they are cut off, unless rows
+        share scales with others: tiles of queries are counted from the first query.
         """
-        return self.window or self.lengths != "dense"
+        shared = self.tile_q > 0 or self.dq_rows > 1
+        return self.window or self.lengths != "dense" or (self.is_causal and shared)
 
     @property
     def copies_dout(self) -> bool:
         """Whether there is a 16-bit product of such a copy."""
-        return self.ragged and (self.dv_keys == 0 or self.dp == "16bit")
+        masks = self.window or self.lengths != "dense"  # else dP masks them, whatever they hold
+        return self.ragged and (self.dv_keys == 0 or (masks and self.dp == "16bit"))
 
     @classmethod
     def of(

@@ -68,8 +68,7 @@ def sage_backward(
 ) -> Gradients:
     """Gradients of :func:`sage_forward` with respect to q, k and v.
 
-    What queries that see no key hold does not matter: their q and dout count as zero, and tiles of
-    queries are counted from the first one that sees a key.
+    What queries that see no key hold does not matter: their q and dout count as zero.
     ``k_mean`` counts as a constant, which is exact for ``out`` and for the LSE of the original K
     once ``scale * dlse * k_mean`` is added to dq.
 
@@ -152,17 +151,7 @@ def _backward(
         k8 = Quantized(saved.k_codes, saved.k_scale, k_block(policy))
         q8 = q8 if policy.saves_q_codes else quantize_q(q, policy)[0]
         k8 = k8 if policy.saves_k_codes else quantize(k_hat, k_block(policy))
-    q_mean, blind = saved.q_mean, seeing.start
-    if blind:
-        dout, out, lse, q_hat = (x[:, :, blind:] for x in (dout, out, lse, q_hat))
-        dlse = dlse if dlse is None else dlse[..., blind:]
-        if q8 is not None:
-            q8 = Quantized(q8.codes[..., blind:, :], q8.token_scale()[..., blind:, 0], 1)
-        if policy.smooth_q:
-            q_mean = token_rows(q_mean, policy.block_q, seqlen_q)[..., blind:, :]
-        policy, seqlen_q = policy.replace(block_q=1), seqlen_q - blind
-        sight = sight._replace(seqlen_q=seqlen_q, offset=sight.offset + blind)
-    scores = Scores(q_hat.to(dtype), k_hat, q8, k8, q_mean, scale, policy)
+    scores = Scores(q_hat.to(dtype), k_hat, q8, k8, saved.q_mean, scale, policy)
 
     v8, v_mean = quantize_v(v, policy) if policy.dequantized_v_in_dp else (None, None)
     dp = _ScoreGradient(dout.float(), v, v8, kv_heads, policy)
@@ -181,9 +170,9 @@ def _backward(
     dv_operand = _transposed(dout.float(), None, policy.dv, policy.bwd_block_q, policy, dtype)
     dk_operand = _transposed(q_hat, q8, policy.dk, policy.bwd_block_q, policy, torch.bfloat16)
     dq_operand = _transposed(k_hat, k8, policy.dq, policy.bwd_block_k, policy, torch.bfloat16)
-    q_rows = None
+    q_mean = None
     if policy.smooth_q:
-        q_rows = group_heads(token_rows(q_mean, policy.block_q, seqlen_q), kv_heads)
+        q_mean = group_heads(token_rows(saved.q_mean, policy.block_q, seqlen_q), kv_heads)
 
     dq = dout.new_zeros((batch, kv_heads, group, seqlen_q, head_dim), dtype=torch.float32)
     dk, dv = (dout.new_zeros(v.shape, dtype=torch.float32) for _ in "kv")
@@ -197,18 +186,17 @@ def _backward(
             ds.masked_fill_(~mask, 0.0)
         if observe is not None:
             for name, value in (("p", p), ("dp", dpj), ("ds", ds)):
-                observe(name, blind + queries.start, keys, value)
+                observe(name, queries.start, keys, value)
 
         per_key = policy.p_bwd_scale == "per_key"
         dv[..., keys, :] += _contract_queries(p, dv_operand, queries, per_key, kv_heads, dtype)[0]
         per_key = policy.ds_dk_scale == "per_key"
         dkj, ds_hat = _contract_queries(ds, dk_operand, queries, per_key, kv_heads, torch.bfloat16)
         dk[..., keys, :] += dkj
-        if q_rows is not None:
-            dk[..., keys, :] += (ds_hat.mT @ q_rows[..., queries, :]).sum(2)
+        if q_mean is not None:
+            dk[..., keys, :] += (ds_hat.mT @ q_mean[..., queries, :]).sum(2)
         dq[..., queries, :] += _contract_keys(ds, dq_operand, keys, policy)
 
-    dq = torch.nn.functional.pad(dq, (0, 0, blind, 0))
     return Gradients((dq.flatten(1, 2) * scale).to(dtype), (dk * scale).to(dtype), dv.to(dtype))
 
 

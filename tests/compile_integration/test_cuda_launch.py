@@ -28,9 +28,8 @@ PROGRAM = textwrap.dedent("""
     select.tile_config = tuned
 
     def quantize_kernels(spec):
-        def run(q, k, v, q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, partials,
-                *masks):
-            assert masks == (None,) * 7
+        def run(q, k, v, q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, partials, *seen):
+            assert seen[2:] == (None,) * 5  # no key lengths, no packed batch
             calls.append((q, k, v))
             for x in (q, k, v):
                 assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0
@@ -44,14 +43,13 @@ PROGRAM = textwrap.dedent("""
         return run
 
     def forward_kernel(plan):
-        def run(q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale_log2, ctas,
-                *masks):
-            assert masks == (None,) * 6
+        def run(q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, log2, grid, *seen):
+            assert seen == (None,) * 6
             q, k, v = calls[-1]
             assert (v_t == 7).all()
             causal = plan.problem.is_causal
             assert plan.config != SPACES["fwd"].default(plan.problem)
-            scale = scale_log2 / math.log2(math.e)
+            scale = log2 / math.log2(math.e)
             f = sage_forward(q, k, v, scale=scale, causal=causal, policy=POLICY)
             assert torch.equal(q_codes, f.saved.q_codes) and torch.equal(k_scale, f.saved.k_scale)
             out.copy_(f.out)
@@ -73,15 +71,11 @@ PROGRAM = textwrap.dedent("""
         return sage_backward(dout, dlse, out, V, V, out, lse, saved, scale=scale,
                              causal=plan.problem.is_causal, policy=POLICY)
 
-    def without_masks(arguments, n):
-        assert arguments[-n:] == (None,) * n
-        return arguments[:-n]
-
     def keys_kernel(plan):
         assert plan.config != SPACES["bwd"].default(plan.problem)
 
         def run(*arguments):
-            *_, dk, dv, scale = without_masks(arguments, 6)
+            *_, dk, dv, scale = arguments[:-6]  # the rest says which keys are seen: all None
             grads = grads_of(plan, arguments[2], scale)
             dk.copy_(grads.dk)
             dv.copy_(grads.dv)
@@ -89,7 +83,7 @@ PROGRAM = textwrap.dedent("""
 
     def queries_kernel(plan):
         def run(*arguments):
-            *_, dq, rows, scale = without_masks(arguments, 5)
+            *_, dq, rows, scale = arguments[:-5]
             dq.copy_(grads_of(plan, arguments[2], scale).dq)
         return run
 

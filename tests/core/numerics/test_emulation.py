@@ -83,8 +83,6 @@ class Head:
         # A query that sees no key counts as zero where it would share a scale or a mean.
         keys = range(len(self.k))
         self.blind = [m for m in range(len(self.q)) if not any(self.sees(m, n) for n in keys)]
-        seeing = [m for m in range(len(self.q)) if m not in self.blind]
-        self.first = seeing[0] if seeing else 0  # tiles of queries are counted from here
         self.dout = self.without_blind(self.dout)
         if self.policy.q_scale == "per_block" or self.policy.smooth_q:
             self.q = self.without_blind(self.q)
@@ -184,14 +182,9 @@ class Head:
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         p = self.policy
-        for i in range(self.first, len(self.q), p.bwd_block_q):
+        for i in range(0, len(self.q), p.bwd_block_q):
             for j in range(0, len(self.k), p.bwd_block_k):
                 yield slice(i, i + p.bwd_block_q), slice(j, j + p.bwd_block_k)
-
-    def quantized_rows(self, x: Array, block: int, per_channel: bool = False) -> tuple[Array, ...]:
-        """As ``quantized``, blocks counted from the first query that sees a key."""
-        found = quantized(x[self.first :], block, per_channel)
-        return tuple(np.concatenate([np.zeros(x[: self.first].shape), part]) for part in found)
 
     def backward(self) -> None:
         """From out and lse as they were rounded for the user."""
@@ -210,9 +203,7 @@ class Head:
             shifted = shifted - self.v_mean
             values = self.v8[0] * self.v8[1]
             if p.dp == "int8":
-                do8 = self.quantized_rows(
-                    self.dout, 1 if p.do_scale == "per_token" else p.bwd_block_q
-                )
+                do8 = quantized(self.dout, 1 if p.do_scale == "per_token" else p.bwd_block_q)
                 dout = do8[0] * do8[1]
             else:
                 values = rounded(values.astype(F32), self.half)
@@ -227,8 +218,8 @@ class Head:
                     ds[m, n] = probs[m, n] * (dout[m] @ values[n] - delta[m])
 
         channels = p.transposed_scale == "per_channel"
-        do_t = self.quantized_rows(self.dout, p.bwd_block_q, channels)
-        q_t = self.quantized_rows(q_hat, p.bwd_block_q, channels)
+        do_t = quantized(self.dout, p.bwd_block_q, channels)
+        q_t = quantized(q_hat, p.bwd_block_q, channels)
         k_t = quantized(k_hat, p.bwd_block_k, channels)
         self.dq, self.dk, self.dv = (np.zeros(x.shape) for x in (self.q, self.k, self.v))
         for queries, keys in self.tiles():

@@ -34,9 +34,11 @@ PACKED, FLOATS = 7e-3, 5e-3
 """Relative L2 error: three roundings of dS to bfloat16 more than the CPU implementation has, or
 two. Measured .0037 to .0054 (packed); INT8 itself is at .012 to .016."""
 
-CODES = 3e-3
-"""Of an INT8 dV, dK or dQ: P and dS are quantized from floats, as on the CPU, so that codes at ties
-make the difference. Measured .0001 to .0019."""
+CODES, TILES = 3e-3, 8e-3
+"""Of an INT8 dV, dK or dQ with a scale per key or query, and with one a tile: P and dS are
+quantized from floats, as on the CPU, so that codes at ties make the difference. Measured .0001 to
+.0019, and .0001 to .0031, where a single code of 400 rows had flipped; INT8 itself is at .05 there.
+"""
 
 SHAPES = [  # batch, heads, kv_heads, seqlen_q, seqlen_k
     (1, 2, 1, 256, 256),
@@ -119,7 +121,9 @@ def check_mix(a_case, **options):
     """Each gradient as close as its precision lets it be."""
     policy = resolve(a_case.policy)
     for name, error in zip(("dq", "dk", "dv"), case.errors(a_case, **options), strict=True):
-        limit = CODES if getattr(policy, name) == "int8" else PACKED
+        tiles = {"dq": policy.ds_dq_rows == 0, "dk": policy.ds_dk_scale == "per_tile"}
+        of_codes = TILES if tiles.get(name, policy.p_bwd_scale == "per_tile") else CODES
+        limit = of_codes if getattr(policy, name) == "int8" else PACKED
         assert error < limit, (name, error)
 
 
@@ -167,8 +171,9 @@ def test_int8_where_there_is_nothing_to_scale(policy):
     dout[..., 5:9] = 0.0
     inputs = inputs._replace(dout=dout)
     got, want = case.launch(a_case, inputs), case.expected(a_case, inputs)
+    limit = CODES if policy == "int8" else TILES
     for a, b in zip(got, want, strict=True):
-        assert (a.float().cpu() - b.float()).norm() < CODES * b.float().norm()
+        assert (a.float().cpu() - b.float()).norm() < limit * b.float().norm()
     assert (got[2][..., 5:9] == 0).all() and (got[0][:, :, :128] == 0).all()
 
 
@@ -183,7 +188,7 @@ def test_int8_what_is_no_query_sets_no_scale(policy):
     dout[:, :, -1] = dout[:, :, -1].abs()
     inputs = inputs._replace(v=v, out=out, dout=dout)
     got, want = case.launch(a_case, inputs), case.expected(a_case, inputs)
-    assert (got[0].float().cpu() - want[0].float()).norm() < CODES * want[0].float().norm()
+    assert (got[0].float().cpu() - want[0].float()).norm() < TILES * want[0].float().norm()
 
 
 @pytest.mark.parametrize("policy", INT8)
@@ -195,7 +200,7 @@ def test_int8_gradients_of_any_size(policy, size):
     got, want = case.launch(a_case, inputs), case.expected(a_case, inputs)
     for a, b in zip(got, want, strict=True):
         a, b = a.double().cpu() / size, b.double() / size
-        assert (a - b).norm() < CODES * b.norm()
+        assert (a - b).norm() < (CODES if policy == "int8" else TILES) * b.norm()
 
 
 @pytest.mark.parametrize("policy", INT8)
