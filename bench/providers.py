@@ -32,15 +32,18 @@ class Provider:
     policy: str | None = None
     quant_included: bool = True
     trains: bool = True
+    windows: bool = False
     why_not: str = ""  # it cannot run here at all: why
     prepare: Callable[[Inputs, Shape], Callable[[], Tensor]] | None = None
 
 
 def _sage(policy: str) -> Provider:
     def attend(x: Inputs, shape: Shape) -> Tensor:
-        return sage_cute.attention(x.q, x.k, x.v, causal=shape.causal, policy=policy)
+        return sage_cute.attention(
+            x.q, x.k, x.v, causal=shape.causal, window=(shape.window, None), policy=policy
+        )
 
-    return Provider("sage-cute", attend, policy=policy)
+    return Provider("sage-cute", attend, policy=policy, windows=True)
 
 
 def _sage_kernel(policy: str, device: str) -> Provider:
@@ -49,13 +52,11 @@ def _sage_kernel(policy: str, device: str) -> Provider:
     def prepare(x: Inputs, shape: Shape) -> Callable[[], Tensor]:
         from sage_cute.compile.launch import V_SCALE_FORM, forward
         from sage_cute.compile.quant_launch import output_shapes, quant_spec, quantize
+        from sage_cute.compile.tensors import new_tensors
 
         mix = resolve(policy)
         spec = quant_spec(mix, x.q.dtype, shape.head_dim, V_SCALE_FORM)
-        buffers = {
-            name: x.q.new_empty(size, dtype=dtype)
-            for name, (size, dtype) in output_shapes(spec, x.q.shape, x.k.shape).items()
-        }
+        buffers = new_tensors(x.q, output_shapes(spec, x.q.shape, x.k.shape))
         quantize(x.q, x.k, x.v, policy=mix, v_scale_form=V_SCALE_FORM, **buffers)
         out, lse = torch.empty_like(x.q), x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
         names = ("q_codes", "q_scale", "k_codes", "k_scale", "v_t", "v_scale")
@@ -63,7 +64,15 @@ def _sage_kernel(policy: str, device: str) -> Provider:
         scale = shape.head_dim**-0.5
 
         def run() -> Tensor:
-            forward(*operands, out, lse, scale=scale, is_causal=shape.causal, policy=mix)
+            forward(
+                *operands,
+                out,
+                lse,
+                scale=scale,
+                is_causal=shape.causal,
+                window=(shape.window, None),
+                policy=mix,
+            )
             return out
 
         return run
@@ -75,6 +84,7 @@ def _sage_kernel(policy: str, device: str) -> Provider:
         policy=policy,
         quant_included=False,
         trains=False,
+        windows=True,
         why_not=missing,
         prepare=prepare,
     )
@@ -99,10 +109,10 @@ def _flash_attention_4() -> Provider:
 
     def attend(x: Inputs, shape: Shape) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
-        out = flash_attn_func(q, k, v, causal=shape.causal)
+        out = flash_attn_func(q, k, v, causal=shape.causal, window_size=(shape.window, None))
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-    return Provider("FlashAttention-4", attend)
+    return Provider("FlashAttention-4", attend, windows=True)
 
 
 def _sage_attention_1() -> Provider:

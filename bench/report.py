@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
+
+from bench.shapes import Shape
 
 MODE_NAMES = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward + backward"}
 
@@ -14,11 +17,9 @@ def label(row: dict[str, Any]) -> str:
     return row["provider"] + policy + ("" if row["quant_included"] else ", kernel alone")
 
 
-def shape_name(row: dict[str, Any]) -> str:
-    """(batch, heads, seqlen, head_dim) and the mask."""
-    heads = row["heads"] if row["heads"] == row["kv_heads"] else f"{row['heads']}:{row['kv_heads']}"
-    mask = "causal" if row["causal"] else "full"
-    return f"({row['batch']}, {heads}, {row['seqlen']}, {row['head_dim']}) {mask}"
+def shape_of(row: dict[str, Any]) -> Shape:
+    """The problem of a row."""
+    return Shape(**{field.name: row[field.name] for field in dataclasses.fields(Shape)})
 
 
 def cell(row: dict[str, Any] | None) -> str:
@@ -48,9 +49,9 @@ def markdown(document: dict[str, Any]) -> str:
             "| (batch, heads, seqlen, head_dim) | " + " | ".join(shown) + " |",
             "| --- |" + " --- |" * len(shown),
         ]
-        for shape in dict.fromkeys(map(shape_name, of_mode)):
-            here = {label(row): row for row in of_mode if shape_name(row) == shape}
-            lines.append(f"| {shape} | " + " | ".join(cell(here.get(n)) for n in shown) + " |")
+        for shape in dict.fromkeys(map(shape_of, of_mode)):
+            here = {label(row): row for row in of_mode if shape_of(row) == shape}
+            lines.append(f"| {shape.name} | " + " | ".join(cell(here.get(n)) for n in shown) + " |")
         lines.append("")
     reasons = dict.fromkeys(
         f"{label(row)}, {MODE_NAMES[row['mode']]}: {row['skipped']}"
@@ -63,7 +64,8 @@ def markdown(document: dict[str, Any]) -> str:
     lines.append(
         f"`{meta['command']}` on {meta['gpu']}, driver {meta['driver']}, torch {meta['torch']}, "
         f"CuTe DSL {meta['cutlass']}, {meta['date']}, commit {str(meta['git_sha'])[:10]}. "
-        "Operations: 4 b h n n d forward, 10 backward, half for causal. In parentheses: timed by "
+        "Operations: 4 b h n n d forward, 10 backward, half for causal, those that a window "
+        "leaves. In parentheses: timed by "
         "CUDA graphs."
     )
     return "\n".join(lines)
@@ -77,7 +79,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     rows = [row for row in document["rows"] if row["tflops"] and row["heads"] == row["kv_heads"]]
-    panels = sorted({(row["mode"], row["head_dim"], row["causal"]) for row in rows})
+    panels = sorted({(row["mode"], row["head_dim"], shape_of(row).mask) for row in rows})
     if not panels:
         return
     columns = min(4, len(panels))
@@ -88,13 +90,13 @@ def plot(document: dict[str, Any], path: Path) -> None:
     labels = list(dict.fromkeys(map(label, rows)))
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    for axis, (mode, head_dim, causal) in zip(axes.flat, panels, strict=False):
+    for axis, (mode, head_dim, mask) in zip(axes.flat, panels, strict=False):
         for index, name in enumerate(labels):
             points = sorted(
                 (row["seqlen"], row["tflops"])
                 for row in rows
                 if label(row) == name
-                and (row["mode"], row["head_dim"], row["causal"]) == (mode, head_dim, causal)
+                and (row["mode"], row["head_dim"], shape_of(row).mask) == (mode, head_dim, mask)
             )
             if points:
                 ours = name.startswith("sage-cute")
@@ -102,7 +104,6 @@ def plot(document: dict[str, Any], path: Path) -> None:
                 axis.plot(*zip(*points, strict=True), label=name, color=f"C{index}", **style)
         axis.set_xscale("log", base=2)
         axis.set_ylim(bottom=0)
-        mask = "causal" if causal else "full"
         axis.set_title(f"{MODE_NAMES[mode]}, head_dim {head_dim}, {mask}", fontsize=9)
         axis.set_xlabel("seqlen")
         axis.set_ylabel("TFLOPS")

@@ -66,11 +66,12 @@ def first_group(x: Inputs) -> Inputs:
 class Truth:
     """float64 attention of the first group, made once a shape."""
 
-    def __init__(self, x: Inputs, causal: bool, backward: bool) -> None:
-        q, k, v, dout = x = first_group(x)
-        self.tensors = {"out": attention_reference(q, k, v, causal=causal).out}
+    def __init__(self, x: Inputs, shape: Shape, backward: bool) -> None:
+        q, k, v, dout = first_group(x)
+        mask: dict[str, Any] = {"causal": shape.causal, "window": (shape.window, None)}
+        self.tensors = {"out": attention_reference(q, k, v, **mask).out}
         if backward:
-            grads, _ = attention_reference_backward(dout, q, k, v, causal=causal)
+            grads, _ = attention_reference_backward(dout, q, k, v, **mask)
             self.tensors |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 
     def errors(self, result: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -146,12 +147,15 @@ def measure(
     """Rows of one shape: timed ones, and ones with the reason why there is no time."""
     on_gpu = args.device != "cpu"
     sets = inputs_of(shape, args.device)
-    truth = Truth(sets[0], shape.causal, any(m != "fwd" for m in modes))
+    truth = Truth(sets[0], shape, any(m != "fwd" for m in modes))
     rows, calls = [], {}
     for index, provider in enumerate(candidates):
         what = {"provider": provider.name, "policy": provider.policy}
         what |= {"quant_included": provider.quant_included, **vars(shape)}
-        reasons = dict.fromkeys(modes, provider.why_not) if provider.why_not else {}
+        why_not = provider.why_not
+        if shape.window is not None and not provider.windows:
+            why_not = why_not or "no window"
+        reasons = dict.fromkeys(modes, why_not) if why_not else {}
         errors: dict[str, float] = {}
         if not reasons:
             try:

@@ -78,7 +78,7 @@ def _launch(x: Any, out: Tensor, lse: Tensor, given: dict[str, Tensor]) -> None:
     # Here, so that importing the package stays as light as it is without a GPU.
     from sage_cute.compile.launch import V_SCALE_FORM, forward
     from sage_cute.compile.quant_launch import output_shapes, quant_spec, quantize
-    from sage_cute.compile.tensors import empty_codes, readable
+    from sage_cute.compile.tensors import new_tensors, readable
     from sage_cute.compile.visibility import Visibility as Sight
     from sage_cute.tune.select import tile_config_of
 
@@ -94,19 +94,16 @@ def _launch(x: Any, out: Tensor, lse: Tensor, given: dict[str, Tensor]) -> None:
         given["k_mean"].copy_(x.k_mean)
     spec = quant_spec(mix, q.dtype, q.shape[3], V_SCALE_FORM, sight.static, mean_given=mean_given)
     sizes = () if packed is None else (packed.sequences, packed.max_k)
-    buffers = {
-        name: given[name]
-        if name in given
-        else empty_codes(q, shape)
-        if dtype == torch.int8
-        else q.new_empty(shape, dtype=dtype)
-        for name, (shape, dtype) in output_shapes(spec, q.shape, k.shape, *sizes).items()
-    }
+    shapes = output_shapes(spec, q.shape, k.shape, *sizes)
+    missing = {name: shape for name, shape in shapes.items() if name not in given}
+    buffers = new_tensors(q, missing) | {name: given[name] for name in shapes if name in given}
     if mix.q_scale == "per_block" and sight.is_dense:  # as the reference does, see there
         q = only(q, Visibility.of(q.shape[2], k.shape[2], sight.static.is_causal).seeing())
     with _on_device_of(q):
         quantize(
-            *map(readable, (q, k, v)),
+            readable(q),
+            readable(k),
+            readable(v),
             policy=mix,
             v_scale_form=V_SCALE_FORM,
             mean_given=mean_given,
@@ -181,9 +178,9 @@ def varlen_backward_cuda(*inputs: Any) -> Tensors3:
     outputs = varlen.backward_fake(*inputs)
     x = varlen.Backward(*inputs)
     names = ("dout", "v", "out", "lse", "q_codes", "k_codes", "q_scale", "k_scale")
-    x = x._replace(**{name: _batched(getattr(x, name)) for name in names})
-    if x.dlse is not None:
-        x = x._replace(dlse=_batched(x.dlse))
+    batched: dict[str, Any] = {name: _batched(getattr(x, name)) for name in names}
+    batched["dlse"] = None if x.dlse is None else _batched(x.dlse)
+    x = x._replace(**batched)
     dq, dk, dv = outputs
     _launch_backward(x, (_batched(dq.zero_()), _batched(dk.zero_()), _batched(dv.zero_())))
     return outputs

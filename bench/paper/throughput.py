@@ -47,7 +47,7 @@ def _is_benchmark(path: Path) -> bool:
 
 
 def series(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """TFLOPS over length, a line for each provider, mode, head_dim and mask; no GQA.
+    """TFLOPS over length, a line for each provider, mode, head_dim and mask; no GQA, no windows.
 
     Where a call is bound by the host, its time is that of a CUDA graph, if there is one.
 
@@ -57,6 +57,8 @@ def series(document: dict[str, Any]) -> list[dict[str, Any]]:
     lines: dict[tuple[str, str, int, bool], dict[int, float]] = {}
     for row in document["rows"]:
         if row["tflops"] is None or row["heads"] != row["kv_heads"]:
+            continue
+        if row["window"] is not None:
             continue
         if row["mode"] not in MODES or row["head_dim"] not in HEAD_DIMS:
             continue

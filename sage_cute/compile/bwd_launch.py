@@ -20,7 +20,7 @@ from sage_cute.compile.tensors import (
     LOG2_E,
     check_output,
     code_rows,
-    empty_codes,
+    new_tensors,
     num_sms,
     readable,
 )
@@ -250,12 +250,7 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     sizes = tuple(q_codes.shape), tuple(k_codes.shape)
     shapes = workspace_shapes(plan, *sizes, packed and packed.sequences)
-    found = {
-        name: empty_codes(dout, shape)
-        if dtype == torch.int8
-        else torch.empty(shape, dtype=dtype, device=dout.device)
-        for name, (shape, dtype) in shapes.items()
-    }
+    found = new_tensors(dout, shapes)
     w = {name: found.get(name) for name in WORKSPACE}
     plan = plan if dlse is None else dataclasses.replace(plan, has_dlse=True)
     compiled_preprocess(plan)(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +45,18 @@ def empty_codes(x: Tensor, shape: Sequence[int]) -> Tensor:
     for n in reversed((*shape[1:-1], -(-shape[-1] // 16) * 16)):
         strides.insert(0, strides[0] * n)
     return x.new_empty_strided(tuple(shape), tuple(strides), dtype=torch.int8)
+
+
+def new_tensors(
+    like: Tensor, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, Any]:
+    """Tensors of these shapes and dtypes on the device of one, not filled: int8 as codes."""
+    return {
+        name: empty_codes(like, shape)
+        if dtype == torch.int8
+        else torch.empty(shape, dtype=dtype, device=like.device)
+        for name, (shape, dtype) in shapes.items()
+    }
 
 
 def check_codes(name: str, x: Tensor) -> None:

@@ -18,6 +18,7 @@ from sage_cute.compile.build import build_all
 from sage_cute.compile.cache import kernel_cache
 from sage_cute.compile.catalog import DIRECTIONS, DTYPES, Call
 from sage_cute.compile.kernel import Kernel
+from sage_cute.compile.tensors import new_tensors
 from sage_cute.errors import TuningError
 from sage_cute.numerics import attention_reference, attention_reference_backward, rel_l2
 from sage_cute.numerics.tolerances import BOUNDS
@@ -76,10 +77,7 @@ class KernelBench:
         q = draw(shape.heads, shape.seqlen_q)
         k, v = (draw(shape.kv_heads, shape.seqlen_k) for _ in range(2))
         spec = quant_launch.quant_spec(self.policy, dtype, self.call.head_dim, launch.V_SCALE_FORM)
-        codes = {
-            name: torch.empty(size, dtype=kind, device=self.device)
-            for name, (size, kind) in quant_launch.output_shapes(spec, q.shape, k.shape).items()
-        }
+        codes = new_tensors(q, quant_launch.output_shapes(spec, q.shape, k.shape))
         quant_launch.quantize(
             q, k, v, policy=self.policy, v_scale_form=launch.V_SCALE_FORM, **codes
         )
@@ -186,9 +184,11 @@ class ForwardBench(KernelBench):
     def launch(self, x: Mapping[str, Tensor], results: Mapping[str, Tensor], config: Any) -> None:
         """Attention alone: quantization is the same for all."""
         names = ("q_codes", "q_scale", "k_codes", "k_scale", "v_t", "v_scale")
+        operands: dict[str, Any] = {name: x[name] for name in names}
         launch.forward(
-            **{name: x[name] for name in names},
-            **results,
+            **operands,
+            out=results["out"],
+            lse=results["lse"],
             scale=self.scale,
             is_causal=self.call.is_causal,
             policy=self.policy,

@@ -75,6 +75,11 @@ def test_operations_are_the_usual_count(mode) -> None:
     full = Shape(2, 3, 3, 64, 32, False)
     assert full.flops(mode) == {"fwd": 4, "bwd": 10, "fwd_bwd": 14}[mode] * 2 * 3 * 64 * 64 * 32
     assert Shape(2, 3, 1, 64, 32, True).flops(mode) == full.flops(mode) // 2
+    # A window: the pairs that it leaves, and all of the triangle if it is as long as the sequence.
+    pairs = sum(min(i, 9) + 1 for i in range(64))
+    assert Shape(2, 3, 1, 64, 32, True, window=9).flops(mode) == full.flops(mode) * pairs // 64**2
+    whole = Shape(2, 3, 1, 64, 32, True, window=500).flops(mode)
+    assert whole == full.flops(mode) * (65 * 32) // 64**2
 
 
 def test_the_issues_shapes_are_there() -> None:
@@ -93,6 +98,7 @@ def test_command_line_writes_json_table_and_plot(tmp_path) -> None:
     assert {"gpu", "driver", "torch", "cutlass", "date", "git_sha", "command"} <= set(
         document["meta"]
     )
+    assert {row["window"] for row in document["rows"]} == {None, 40}
     row = document["rows"][0]
     assert {
         "provider",

@@ -28,7 +28,8 @@ PROGRAM = textwrap.dedent("""
     select.tile_config = tuned
 
     def quantize_kernels(spec):
-        def run(q, k, v, q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, partials):
+        def run(q, k, v, q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, partials, *seen):
+            assert seen[2:] == (None,) * 5  # no key lengths, no packed batch
             calls.append((q, k, v))
             for x in (q, k, v):
                 assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0
@@ -42,12 +43,13 @@ PROGRAM = textwrap.dedent("""
         return run
 
     def forward_kernel(plan):
-        def run(q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, scale_log2, ctas):
+        def run(q_codes, q_scale, k_codes, k_scale, v_t, v_scale, out, lse, log2, grid, *seen):
+            assert seen == (None,) * 6
             q, k, v = calls[-1]
             assert (v_t == 7).all()
             causal = plan.problem.is_causal
             assert plan.config != SPACES["fwd"].default(plan.problem)
-            scale = scale_log2 / math.log2(math.e)
+            scale = log2 / math.log2(math.e)
             f = sage_forward(q, k, v, scale=scale, causal=causal, policy=POLICY)
             assert torch.equal(q_codes, f.saved.q_codes) and torch.equal(k_scale, f.saved.k_scale)
             out.copy_(f.out)
@@ -73,7 +75,7 @@ PROGRAM = textwrap.dedent("""
         assert plan.config != SPACES["bwd"].default(plan.problem)
 
         def run(*arguments):
-            *_, dk, dv, scale = arguments
+            *_, dk, dv, scale = arguments[:-6]  # the rest says which keys are seen: all None
             grads = grads_of(plan, arguments[2], scale)
             dk.copy_(grads.dk)
             dv.copy_(grads.dv)
@@ -81,7 +83,7 @@ PROGRAM = textwrap.dedent("""
 
     def queries_kernel(plan):
         def run(*arguments):
-            *_, dq, rows, scale = arguments
+            *_, dq, rows, scale = arguments[:-5]
             dq.copy_(grads_of(plan, arguments[2], scale).dq)
         return run
 

@@ -45,6 +45,12 @@ ENTRIES = {
     "key lengths": lambda q, k, v: sage_cute.attention(
         q, k, v, key_lengths=torch.full((q.shape[0],), 11, dtype=torch.int32, device=q.device)
     ),
+    "packed": lambda q, k, v: sage_cute.attention_varlen(
+        *(t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)),
+        *(torch.tensor([0, 1, 1, n], dtype=torch.int32, device=q.device) for n in (2, 9)),
+        causal=True,
+        return_lse=True,
+    ),
     "op": lambda q, k, v: SAGE.attn(q, k, v, policy="sagebwd"),
     "op with LSE": lambda q, k, v: SAGE.attn_with_lse(q, k, v, is_causal=True),
     "kernel-level op": lambda q, k, v: SAGE.attn_fwd(q, k, v, None, True, "fast")[:2],

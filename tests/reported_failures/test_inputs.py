@@ -137,10 +137,14 @@ def test_15_autocast_casts_any_mix_and_each_gradient_has_its_inputs_dtype(device
             out = sage_cute.attention(*leaves, causal=True)
             _, lse = SAGE.attn_with_lse(*leaves)
             of_module = module(*leaves)
+            packed = [t[0].transpose(0, 1) for t in leaves]
+            bounds = torch.tensor([0, 20], dtype=torch.int32, device=device)
+            of_packed = sage_cute.attention_varlen(*packed, bounds, bounds, causal=True)
         assert out.dtype == of_module.dtype == autocast and lse.dtype == F32
         with torch.no_grad():
             want = sage_cute.attention(*(t.to(autocast) for t in leaves), causal=True)
         assert torch.equal(out, want)
+        assert torch.equal(of_packed.transpose(0, 1)[None], want)
         (out.float().sum() + lse.sum() + of_module.float().sum()).backward()
         assert [t.grad.dtype for t in leaves] == list(dtypes)
         assert all(t.grad.isfinite().all() for t in leaves)

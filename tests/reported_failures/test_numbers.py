@@ -1,4 +1,4 @@
-"""Kinds 1 to 13: numbers. On the GPU too, where there is one (or with ``--emulate``)."""
+"""Kinds 1 to 13: numbers. On the GPU too, where there is one."""
 
 from __future__ import annotations
 
@@ -263,6 +263,48 @@ def test_10_zero_length(attend, policy, sizes) -> None:
         assert [t.shape for t in got] == [q.shape, q.shape[:3], q.shape, k.shape, k.shape]
         assert not any(t.any() for t in (got.out, got.dq, got.dk, got.dv))
         assert (got.lse == -torch.inf).all()
+
+
+@each_preset
+def test_10_empty_sequences_in_a_packed_batch(device, poison, policy) -> None:
+    """Of queries, of keys, of both; first and last; and tokens that belong to no sequence."""
+    queries, keys = (0, 5, 0, 3, 0, 2), (0, 0, 4, 7, 0, 2)
+    bounds = [
+        torch.tensor([1, *n], device=device).cumsum(0).int() for n in (queries, keys)
+    ]  # one token before the first, and one behind the last
+    q, k, v, dout = (
+        torch.randn(sum(n) + 2, h, 32, device=device, dtype=BF16)
+        for n, h in ((queries, 4), (keys, 2), (keys, 2), (queries, 4))
+    )
+    for t in (q, k, v, dout):
+        t[0] = t[-1] = torch.nan
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    poison()
+    out, lse = sage_cute.attention_varlen(
+        *leaves, *bounds, causal=True, policy=policy, return_lse=True
+    )
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    assert out.shape == q.shape and lse.shape == (4, len(q))
+    assert all(t.isfinite().all() for t in (out, dq, dk, dv))
+    seeing = torch.zeros(len(q), dtype=torch.bool, device=device)
+    seeing[6:11] = True  # the sequences of 3 queries and 7 keys, and of 2 and 2
+    assert torch.equal(lse.isfinite(), seeing.expand(4, -1))
+    assert (lse[:, ~seeing] == -torch.inf).all()
+    assert not out[~seeing].any() and not dq[~seeing].any() and out[seeing].any(-1).all()
+    for grad in (dk, dv):
+        assert not grad[:5].any() and not grad[14:].any() and grad[5:14].any()
+
+
+@pytest.mark.parametrize("sequences", [0, 1, 3])
+def test_10_a_packed_batch_of_nothing(device, sequences) -> None:
+    nothing = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
+    q, k, v = (
+        torch.randn(0, h, 32, device=device, dtype=BF16, requires_grad=True) for h in (4, 2, 2)
+    )
+    out, lse = sage_cute.attention_varlen(q, k, v, nothing, nothing, return_lse=True)
+    out.sum().backward()
+    assert out.shape == q.grad.shape == q.shape and lse.shape == (4, 0)
+    assert k.grad.shape == v.grad.shape == k.shape
 
 
 def _view(x: torch.Tensor, strides: tuple[int, ...], device: str) -> torch.Tensor:

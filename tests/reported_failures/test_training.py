@@ -22,6 +22,11 @@ ENTRIES = {
     "attention bshd": lambda q, k, v: sage_cute.attention(
         *(t.transpose(1, 2) for t in (q, k, v)), causal=True, layout="bshd"
     ).transpose(1, 2),
+    "attention_varlen": lambda q, k, v: sage_cute.attention_varlen(
+        *(t[0].transpose(0, 1) for t in (q, k, v)),
+        *(torch.tensor([0, 40], dtype=torch.int32, device=q.device) for _ in "qk"),
+        causal=True,
+    ).transpose(0, 1)[None],
     "attn": lambda q, k, v: SAGE.attn(q, k, v, is_causal=True),
     "attn_with_lse": lambda q, k, v: SAGE.attn_with_lse(q, k, v, is_causal=True)[0],
     "attn_fwd": lambda q, k, v: SAGE.attn_fwd(q, k, v, None, True, "fast")[0],

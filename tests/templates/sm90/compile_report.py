@@ -17,22 +17,24 @@ os.environ.update(CUTE_DSL_ARCH="sm_90a", CUTE_DSL_KEEP="ptx", CUTE_DSL_DUMP_DIR
 
 import torch  # noqa: E402
 
-from sage_cute.compile import bwd_launch  # noqa: E402
+from sage_cute.compile import bwd_launch, launch  # noqa: E402
 from sage_cute.compile.compiler import compile_plan  # noqa: E402
-from sage_cute.compile.plan import fwd_plan  # noqa: E402
-from sage_cute.config import AttnProblem  # noqa: E402
+from sage_cute.compile.visibility import Static  # noqa: E402
 from sage_cute.policies import resolve  # noqa: E402
 
 INT8 = r"[^;]*\.s32\.[su]8\.s8"
 
 
-def compile_case(head_dim, dtype, causal, policy, kernel="forward", **_):
+def compile_case(
+    head_dim, dtype, causal, policy, kernel="forward", window=False, lengths="dense", **_
+):
     """Leaves PTX in the folder."""
+    make = launch if kernel == "forward" else bwd_launch
+    static = Static(causal and not window, window, lengths)
+    plan = make._plan(resolve(policy), head_dim, getattr(torch, dtype), static, None)
     if kernel == "forward":
-        problem = AttnProblem.of(resolve(policy), head_dim=head_dim, dtype=dtype, is_causal=causal)
-        compile_plan(fwd_plan(problem))
+        compile_plan(plan)
     else:
-        plan = bwd_launch._plan(resolve(policy), head_dim, getattr(torch, dtype), causal, None)
         getattr(bwd_launch, f"_compile_{kernel}")(plan)
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from sage_cute.compile import bwd_launch, launch, quant_launch
+from sage_cute.compile import bwd_launch, launch, quant_launch, tensors
 from sage_cute.compile.tensors import empty_codes
 from sage_cute.compile.visibility import Packed
 from sage_cute.numerics.backward import sage_backward
@@ -109,9 +109,8 @@ def sight(case):
 
 
 def poisoned(shape, dtype):
-    x = torch.empty(0, device="cuda")
     if dtype == torch.int8:
-        return empty_codes(x, shape).fill_(77)
+        return empty_codes(torch.zeros((), device="cuda"), shape).fill_(77)
     return torch.full(shape, math.nan, dtype=dtype, device="cuda")
 
 
@@ -215,7 +214,7 @@ def backward(case, inputs, out, lse, made, dlse=None):
     grads = [poisoned(x.shape, x.dtype) for x in (q, k, v)]
     with (
         mock.patch.object(bwd_launch.torch, "empty", _poisoned_empty),
-        mock.patch.object(bwd_launch, "empty_codes", lambda x, shape: poisoned(shape, torch.int8)),
+        mock.patch.object(tensors, "empty_codes", lambda x, shape: poisoned(shape, torch.int8)),
     ):
         bwd_launch.backward(
             gather(case, inputs.dout, 0),
