@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.emulated(slow=True)]
 
 _PATH = pathlib.Path(__file__).with_name("mask_case.py")
 _spec = importlib.util.spec_from_file_location("mask_case", _PATH)
