@@ -65,10 +65,11 @@ class SageBwdSm90(AttnTemplate):
         q_t_scale, dout_t_scale
                           float32 (batch, heads, padded rows / tile_q, head_dim), of 22 bits
         dk, dv            (batch, kv_heads, seqlen_k, head_dim), head_dim contiguous
-        of a ragged problem (a window, key lengths, a packed batch) rows are all queries, dout a
-        copy in which those that see no key are zeros; of a packed batch, what the prologue made has
-        each sequence padded to 128 rows (blocks.seqlen), zeros, and so has what TMA brings where a
-        group of tiles ends behind them: what a product contracts must be finite
+        of a ragged problem (a window, key lengths, a packed batch; a causal mask and an INT8 dV or
+        dK) rows are all queries, dout a copy in which those that see no key are zeros; of a packed
+        batch, what the prologue made has each sequence padded to 128 rows (blocks.seqlen), zeros,
+        and so has what TMA brings where a group of tiles ends behind them: what a product contracts
+        must be finite
 
     Roles
         warp 0            TMA: K and V once; for each tile of queries of each head of the group Q

@@ -108,9 +108,26 @@ def test_tuned_kernels_are_not_serialized_and_do_not_spill(reports, head_dim):
         assert report["spill_stores"] == 0, report
 
 
+SPILLS = {"int8": {64: 24, 128: 128}, "sagebwd": {64: 144, 128: 240}}
+"""Bytes of stores of the key kernel, a few of them a step (docs/backward-kernel.md)."""
 MASKS = ({"window": True}, {"lengths": "padded"}, {"lengths": "packed"})
 MASKED_SPILLS = {"keys": 32, "queries": 0}
 """Bytes of local memory that are tolerated, not looked at yet: wanted is 0."""
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas on PATH")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("policy", SPILLS)
+def test_int8_gradients_are_not_serialized_and_hardly_spill(reports, head_dim, policy):
+    cases = [
+        case
+        for causal in (False, True)
+        for case in kernels(head_dim, "bfloat16", causal, policy, assemble=True)
+    ]
+    for report in reports(cases):
+        keys = report["case"]["kernel"] == "keys"
+        assert report["warnings"] == [], report
+        assert report["spill_stores"] <= (SPILLS[policy][head_dim] if keys else 4), report
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas on PATH")
