@@ -74,7 +74,7 @@ def test_help_says_what_a_command_is_for(command) -> None:
         (["verify", "--inputs", "nonsense"], "choose g1"),
         (["verify", "--device", "tpu"], "cpu, cuda or cuda:N"),
         (["verify", "--device", "cuda:99"], "CUDA devices"),
-        (["compile", "--out", "x", "--head-dims", "84"], "head_dim=84"),
+        (["compile", "--out", "x", "--head-dims", "84"], "head_dim 84"),
         (["compile", "--out", "x", "--head-dims", "large"], "whole numbers"),
         (["compile", "--out", "x", "--arch", "sm_10"], "sm_90a"),
         (["compile", "--out", "x", "--dtypes", "int4"], "bfloat16, float16"),

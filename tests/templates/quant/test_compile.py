@@ -85,7 +85,7 @@ def test_compiles_without_local_memory(cubins, name):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"head_dim": 84}, "head_dim=84"),
+        ({"head_dim": 84}, "head_dim 84"),
         ({"block_q": 48}, "block_q=48"),
         ({"block_q": 0}, "together"),
         ({"block_q": 0, "block_k": 0, "block_v": 0}, "nothing to quantize"),

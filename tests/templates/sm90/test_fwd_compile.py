@@ -28,7 +28,10 @@ def cases(head_dim, dtypes, **more):
 
 @pytest.mark.parametrize("head_dim", [16, 32, 40, 64, 96, 104, 128, 136, 160, 224, 256])
 def test_every_kernel_compiles_to_int8_products_only(reports, head_dim):
-    for report in reports(cases(head_dim, ("bfloat16", "float16"))):
+    every = cases(head_dim, ("bfloat16", "float16"))
+    if head_dim not in (64, 128):  # each dtype with one mask: a second of compiling for each kernel
+        every = [case for case in every if case["causal"] == (case["dtype"] == "bfloat16")]
+    for report in reports(every):
         assert report["int8_products"] > 0, report
         assert report["other_products"] == 0, report
 
