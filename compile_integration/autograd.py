@@ -188,14 +188,49 @@ def _know_dtensor(q: Tensor) -> None:
         register_sharding_rules()
 
 
-def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What a packed batch refuses by the kind of its tensors."""
+def _dense_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    policy: str,
+    key_lengths: Tensor | None,
+    left: int,
+    right: int,
+    k_mean: Tensor | None,
+) -> tuple[Any, ...]:
+    """(whether gradients are needed, the inputs of the kernel-level op), both checked."""
+    check_dense(q, k, v)
+    _know_dtensor(q)
+    policy = canonical(policy)
+    needs_grad = _needs_grad(q, k, v)
+    if needs_grad:  # now, not when the loss is known
+        check_backward(v, is_causal, policy, extras(left, right, key_lengths=key_lengths))
+    return needs_grad, q, k, v, scale, is_causal, policy, key_lengths, left, right, k_mean
+
+
+def _packed_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    policy: str,
+    *rest: Any,
+) -> tuple[Any, ...]:
+    """The same of a packed batch; rest: (..., window_left, window_right, k_mean)."""
     check_dense(q, k, v)
     if _may_be_dtensor(q):
         from torch.distributed.tensor import DTensor
 
         if isinstance(q, DTensor):
             raise UnsupportedError(f"sage.attn_varlen: not supported: {REFUSED['packed DTensor']}")
+    policy = canonical(policy)
+    needs_grad = _needs_grad(q, k, v)
+    if needs_grad:
+        check_backward(v, is_causal, policy, extras(rest[-3], rest[-2], packed=True))
+    return needs_grad, q, k, v, scale, is_causal, policy, *rest
 
 
 def _of_the_original_k(lse: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -219,13 +254,8 @@ def attn(
     policy: str = "default",
 ) -> Tensor:
     """``sage::attn``: see :func:`sage_cute.attention`."""
-    check_dense(q, k, v)
-    _know_dtensor(q)
-    policy, window = canonical(policy), (window_left, window_right)
-    needs_grad = _needs_grad(q, k, v)
-    if needs_grad:  # now, not when the loss is known
-        check_backward(v, is_causal, policy, extras(*window, key_lengths=key_lengths))
-    return _out(DENSE, needs_grad, q, k, v, scale, is_causal, policy, key_lengths, *window, k_mean)
+    rest = key_lengths, window_left, window_right, k_mean
+    return _out(DENSE, *_dense_call(q, k, v, scale, is_causal, policy, *rest))
 
 
 def attn_with_lse(
@@ -242,14 +272,9 @@ def attn_with_lse(
     policy: str = "default",
 ) -> tuple[Tensor, Tensor]:
     """``sage::attn_with_lse``: LSE is float32, natural log, of the original K; differentiable."""
-    check_dense(q, k, v)
-    _know_dtensor(q)
-    policy, window = canonical(policy), (window_left, window_right)
-    needs_grad = _needs_grad(q, k, v)
-    if needs_grad:
-        check_backward(v, is_causal, policy, extras(*window, key_lengths=key_lengths))
-    inputs = q, k, v, scale, is_causal, policy, key_lengths, *window, k_mean
-    out, lse, mean = _out_lse_mean(DENSE, needs_grad, *inputs)
+    rest = key_lengths, window_left, window_right, k_mean
+    call = _dense_call(q, k, v, scale, is_causal, policy, *rest)
+    out, lse, mean = _out_lse_mean(DENSE, *call)
     if mean.shape[-1]:
         # K's mean takes the query's heads, not q those of K: a DTensor may be split inside a group.
         group = q.shape[1] // max(k.shape[1], 1)
@@ -277,14 +302,10 @@ def attn_varlen(
     policy: str = "default",
 ) -> Tensor:
     """``sage::attn_varlen``: see :func:`sage_cute.attention_varlen`."""
-    _check_packed(q, k, v)
-    policy, window = canonical(policy), (window_left, window_right)
-    needs_grad = _needs_grad(q, k, v)
-    if needs_grad:
-        check_backward(v, is_causal, policy, extras(*window, packed=True))
     bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    inputs = q, k, v, scale, is_causal, policy, *bounds, *window, k_mean
-    return _out(PACKED, needs_grad, *inputs)
+    rest = *bounds, window_left, window_right, k_mean
+    call = _packed_call(q, k, v, scale, is_causal, policy, *rest)
+    return _out(PACKED, *call)
 
 
 def attn_varlen_with_lse(
@@ -304,14 +325,10 @@ def attn_varlen_with_lse(
     policy: str = "default",
 ) -> tuple[Tensor, Tensor]:
     """``sage::attn_varlen_with_lse``: LSE (heads, total_q) as that of ``attn_with_lse``."""
-    _check_packed(q, k, v)
-    policy, window = canonical(policy), (window_left, window_right)
-    needs_grad = _needs_grad(q, k, v)
-    if needs_grad:
-        check_backward(v, is_causal, policy, extras(*window, packed=True))
     bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    inputs = q, k, v, scale, is_causal, policy, *bounds, *window, k_mean
-    out, lse, mean = _out_lse_mean(PACKED, needs_grad, *inputs)
+    rest = *bounds, window_left, window_right, k_mean
+    call = _packed_call(q, k, v, scale, is_causal, policy, *rest)
+    out, lse, mean = _out_lse_mean(PACKED, *call)
     if mean.shape[-1] and mean.shape[0]:
         # Tokens of no sequence have lse = -inf, whichever mean they get here.
         tokens = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)

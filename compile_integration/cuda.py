@@ -56,10 +56,9 @@ def _sight(x: Any, rows: Tensor, columns: Tensor) -> dict[str, Any]:
         packed = Packed(cu_q, cu_k, longest_q, longest_k)
     elif x.key_lengths is not None:
         lengths = _int32(x.key_lengths)
-    window = window_of(x.window_left, x.window_right)
     return {
         "is_causal": x.is_causal,
-        "window": window,
+        "window": window_of(x.window_left, x.window_right),
         "key_lengths": lengths,
         "packed": packed,
     }
@@ -214,9 +213,13 @@ def _launch_backward(x: Any, gradients: Tensors3) -> None:
         )
 
 
-LIB.impl("attn_fwd", fwd_cuda, "CUDA")
-LIB.impl("attn_infer", infer_cuda, "CUDA")
-LIB.impl("attn_backward", backward_cuda, "CUDA")
-LIB.impl("attn_varlen_fwd", varlen_fwd_cuda, "CUDA")
-LIB.impl("attn_varlen_infer", varlen_infer_cuda, "CUDA")
-LIB.impl("attn_varlen_backward", varlen_backward_cuda, "CUDA")
+IMPLEMENTATIONS = {
+    "attn_fwd": fwd_cuda,
+    "attn_infer": infer_cuda,
+    "attn_backward": backward_cuda,
+    "attn_varlen_fwd": varlen_fwd_cuda,
+    "attn_varlen_infer": varlen_infer_cuda,
+    "attn_varlen_backward": varlen_backward_cuda,
+}
+for _name, _body in IMPLEMENTATIONS.items():
+    LIB.impl(_name, _body, "CUDA")

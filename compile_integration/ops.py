@@ -170,11 +170,11 @@ def infer_fake(*inputs: Any) -> Tensors3:
     x = Forward(*inputs)
     x.check()
     q, k = x.q, x.k
-    k_mean = saved_shapes(q.shape, k.shape, resolve(x.policy))["k_mean"]
+    head_dim = k.shape[3] if resolve(x.policy).smooth_k else 0  # as saved_shapes has it
     return (
         _dense_like(q),
         q.new_empty(q.shape[:3], dtype=torch.float32),
-        q.new_empty(k_mean, dtype=torch.float32),
+        q.new_empty((*k.shape[:2], head_dim), dtype=torch.float32),
     )
 
 

@@ -78,16 +78,10 @@ def _cuda_ops(cuda: Any) -> Iterator[None]:
 
     library = torch.library.Library(NAMESPACE, "IMPL")
     try:
-        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-        for name, body in (
-            ("attn_fwd", cuda.fwd_cuda),
-            ("attn_infer", cuda.infer_cuda),
-            ("attn_backward", cuda.backward_cuda),
-            ("attn_varlen_fwd", cuda.varlen_fwd_cuda),
-            ("attn_varlen_infer", cuda.varlen_infer_cuda),
-            ("attn_varlen_backward", cuda.varlen_backward_cuda),
-        ):
-            library.impl(name, body, "CPU", allow_override=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            for name, body in cuda.IMPLEMENTATIONS.items():
+                library.impl(name, body, "CPU", allow_override=True)
         yield
     finally:
         library._destroy()

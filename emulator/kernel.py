@@ -56,7 +56,6 @@ def machine() -> ctypes.CDLL:
             os.replace(new, library)
     loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     loaded.emulator_error.restype = ctypes.c_char_p
-    loaded.emulator_instructions.restype = ctypes.c_uint64
     return loaded
 
 

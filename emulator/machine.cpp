@@ -11,7 +11,6 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
-#include <functional>
 #include <map>
 #include <random>
 #include <stdexcept>
@@ -36,7 +35,7 @@ constexpr u32 kShared = 1024;  // where shared memory starts, so that 0 is no ad
 
 // As ptx.py packs it.
 struct Ins {
-    s32 op, guard, negated, count;  // guard: slot of a predicate, -1 none
+    s32 op, guard, negated;  // guard: slot of a predicate, -1 none
     s32 o[8];                       // slots of operands, -1 none
     s32 list, list_count;           // further operands in Program::lists
     s32 target, line;               // branch target (index), line of the PTX text
@@ -52,7 +51,9 @@ struct Fault : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-[[noreturn]] void fault(const char* format, auto... values) {
+[[noreturn]] void fault(const char* text) { throw Fault(text); }
+template <class... T>
+[[noreturn]] void fault(const char* format, T... values) {
     char text[512];
     snprintf(text, sizeof text, format, values...);
     throw Fault(text);
@@ -115,7 +116,6 @@ struct Copy {
 
 struct Machine {
     std::vector<std::pair<u64, u64>> ranges;  // sorted [first, last) of global memory
-    u64 instructions = 0;
     string error;
     u32 seed = 0;
 };
@@ -490,7 +490,7 @@ void mbarrier_try_wait(Cta& c, Warp& w, const Ins& i, u32 mask) {
     u32 address = w.r<u32>(i.o[1])[first] + i.imm[0], parity = w.r<u32>(i.o[2])[first] & 1;
     each(mask, [&](int l) {
         if (u32(w.r<u32>(i.o[1])[l] + i.imm[0]) != address || (w.r<u32>(i.o[2])[l] & 1) != parity)
-            fault("lanes of a warp wait for different mbarriers%s", "");
+            fault("lanes of a warp wait for different mbarriers");
     });
     bool over = (c.barrier(address).phase & 1) != parity;
     if (!over && i.imm[1]) w.wait_address = address, w.wait_parity = parity;
@@ -714,7 +714,7 @@ void split64(Cta&, Warp& w, const Ins& i, u32 mask) {
 void join64(Cta&, Warp& w, const Ins& i, u32 mask) {
     each(mask, [&](int l) { w.r<u64>(i.o[0])[l] = w.r<u32>(i.o[1])[l] | u64(w.r<u32>(i.o[2])[l]) << 32; });
 }
-void trap(Cta&, Warp&, const Ins&, u32) { fault("trap%s", ""); }
+void trap(Cta&, Warp&, const Ins&, u32) { fault("trap"); }
 
 void branch(Cta&, Warp&, const Ins&, u32) {}
 void ret(Cta&, Warp&, const Ins&, u32) {}
@@ -857,7 +857,6 @@ void Cta::step(Warp& w, int quantum) {
                 if (!p[l] != bool(i.negated)) mask &= ~(1u << l);
             });
         }
-        ++machine.instructions;
         Handler h = table[i.op].second;
         if (h == branch) {
             if (mask == w.mask) w.pc = i.target;
@@ -870,7 +869,7 @@ void Cta::step(Warp& w, int quantum) {
             w.mask &= ~mask;
             ++w.pc;
             if (!w.mask && w.others.empty()) {
-                if (!w.groups.empty() || !w.open.empty()) fault("a warp ends with wgmma in flight%s", "");
+                if (!w.groups.empty() || !w.open.empty()) fault("a warp ends with wgmma in flight");
                 w.done = true;
                 return;
             }
@@ -879,7 +878,7 @@ void Cta::step(Warp& w, int quantum) {
             if (mask) try {
                 h(*this, w, i, mask);
             } catch (Fault& error) {
-                fault("line %d, CTA, warp %d: %s", i.line, w.id, error.what());
+                fault("line %d, warp %d: %s", i.line, w.id, error.what());
             }
             if (w.wait_address) return;  // again when its barrier is over
             ++w.pc;
@@ -1013,10 +1012,8 @@ void emulator_ranges(const u64* bounds, s64 count) {
 void emulator_start(u32 seed) {
     machine.seed = seed;
     machine.error.clear();
-    machine.instructions = 0;
 }
 const char* emulator_error() { return machine.error.c_str(); }
-u64 emulator_instructions() { return machine.instructions; }
 int emulator_launch(int module, const char* name, const void* config, void** args) {
     if (!machine.error.empty()) return 1;
     try {

@@ -13,14 +13,14 @@ INSTRUCTION = np.dtype(  # struct Ins
         ("op", "i4"),
         ("guard", "i4"),
         ("negated", "i4"),
-        ("count", "i4"),
         ("o", "i4", 8),
         ("list", "i4"),
         ("list_count", "i4"),
         ("target", "i4"),
         ("line", "i4"),
         ("imm", "i8", 2),
-    ]
+    ],
+    align=True,
 )
 VALUE = np.dtype(
     [("slot", "i4"), ("width", "i4"), ("kind", "i4"), ("unused", "i4"), ("bits", "u8")]
@@ -117,9 +117,9 @@ class _Parser:
             if scope < 0:
                 raise PtxError(f"no label {label}")
             self.rows[row] = (
-                *self.rows[row][:7],
+                *self.rows[row][:6],
                 self.labels[scope, label],
-                *self.rows[row][8:],
+                *self.rows[row][7:],
             )
         return Program(
             self.name,
@@ -178,10 +178,6 @@ class _Parser:
         if m := re.match(r"@(!?)([%\w]+)\s+", statement):
             guard, negated = self.register(m[2])[0], int(bool(m[1]))
             statement = statement[m.end() :]
-        mnemonic, _, rest = statement.partition(" ") if " " in statement else (statement, "", "")
-        if "\t" in mnemonic:
-            mnemonic, _, more = mnemonic.partition("\t")
-            rest = more + " " + rest
         first = re.match(r"[\w.:$]+", statement).group()
         self.instruction(first, split_operands(statement[len(first) :]), guard, negated, line)
 
@@ -259,7 +255,7 @@ class _Parser:
             raise PtxError(f"the emulator has no {op}")
         start, count = self.add_list(items) if items else (-1, 0)
         slots = (*slots, *[-1] * (8 - len(slots)))
-        self.rows.append((number, guard, negated, len(slots), slots, start, count, -1, line, imm))
+        self.rows.append((number, guard, negated, slots, start, count, -1, line, imm))
 
     # ---------------------------------------------------------------- instructions
 

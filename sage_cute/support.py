@@ -54,7 +54,6 @@ def check_inputs(
     Reads sizes, dtypes and devices only, never data: it runs on fake tensors as well. ``packed``:
     sequences follow each other in the first dimension, which is tokens.
     """
-    check_dense(q, k, v)
     if not q.dim() == k.dim() == v.dim() == (3 if packed else 4):
         shape = "(batch, heads, seqlen, head_dim)"
         remedy = "add the missing dimensions with unsqueeze"
@@ -210,6 +209,8 @@ def extras(
     packed: bool = False,
 ) -> tuple[str, ...]:
     """What a call asks of an implementation beyond plain and causal attention, by name."""
+    if left == right == -1 and key_lengths is None and k_mean is None and not packed:
+        return ()  # most calls, several times each
     asked = {
         "window": left != -1 or right != -1,
         "key_lengths": key_lengths is not None,
@@ -239,12 +240,17 @@ def _check(
     direction: Direction, x: Tensor, is_causal: bool, policy: str, more: tuple[str, ...]
 ) -> None:
     family = _family(x.device)
-    if reason := family.why_not_dtype(str(x.dtype).removeprefix("torch.")):
+    if reason := _why_not_dtype(family, x.dtype):
         raise DTypeError(f"sage.attn: {reason}")
     masks = ("causal", *more) if is_causal else more
     reason = family.why_not_head_dim(x.shape[-1]) or _why_not(family, direction, policy, masks)
     if reason:
         raise UnsupportedError(f"sage.attn: {reason}")
+
+
+@functools.cache
+def _why_not_dtype(family: Family, dtype: torch.dtype) -> str | None:
+    return family.why_not_dtype(str(dtype).removeprefix("torch."))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -309,6 +315,7 @@ def is_supported(
     try:
         resolve(policy)
         sizes = window_sizes(window)
+        check_dense(q, k, v)
         check_inputs(q, k, v, scale)
         check_key_lengths(key_lengths, k)
         check_k_mean(k_mean, k, policy)

@@ -141,8 +141,8 @@ def test_an_instruction_that_it_does_not_know_is_named(forward) -> None:
         forward.kernel(ptx)
 
 
-def test_tensors_map_to_launches_by_plan_not_by_name(forward, expected) -> None:
-    """Two kernels of the same name: each library runs its own."""
+def test_two_kernels_of_one_name(forward, expected) -> None:
+    """Each library runs its own."""
     other = forward.kernel(forward.ptx.replace("ex2.approx.ftz.f32", "lg2.approx.ftz.f32"))
     again = forward.kernel(forward.ptx)
     assert not torch.equal(forward.run(other, 0)[0], expected[0])
