@@ -6,6 +6,7 @@ and dtypes cannot differ between them. Bodies check, allocate and compute, and n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,14 @@ from torch import Tensor
 from sage_cute.compile.tensors import empty_codes
 from sage_cute.compile_integration.schema import LIB, NAMESPACE
 from sage_cute.errors import ShapeError
-from sage_cute.numerics import SageForward, Saved, sage_backward, sage_forward, saved_shapes
+from sage_cute.numerics import (
+    Gradients,
+    SageForward,
+    Saved,
+    sage_backward,
+    sage_forward,
+    saved_shapes,
+)
 from sage_cute.numerics.visibility import Window
 from sage_cute.policies import resolve
 from sage_cute.support import (
@@ -110,6 +118,24 @@ class Backward(NamedTuple):
         check_backward(self.v, self.is_causal, self.policy, more)
         check_gradient(self.dout, self.out, self.q, self.k, self.policy)
 
+    def compute(self) -> Gradients:
+        """The reference numerics."""
+        return sage_backward(
+            self.dout,
+            self.dlse,
+            self.out if self.q is None else self.q,
+            self.v if self.k is None else self.k,
+            self.v,
+            self.out,
+            self.lse,
+            Saved(self.q_codes, self.k_codes, self.q_scale, self.k_scale, self.q_mean, self.k_mean),
+            scale=default_scale(self.out, self.scale),
+            causal=self.is_causal,
+            policy=resolve(self.policy),
+            window=window_of(self.window_left, self.window_right),
+            key_lengths=self.key_lengths,
+        )
+
 
 def check_gradient(
     dout: Tensor, out: Tensor, q: Tensor | None, k: Tensor | None, policy: str
@@ -150,8 +176,7 @@ def new_saved(q: Tensor, shapes: dict[str, tuple[int, ...]]) -> Saved:
     )
 
 
-def fill(outputs: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
-    """Copies values into outputs."""
+def _fill(outputs: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
     for output, value in zip(outputs, values, strict=True):
         output.copy_(value)
 
@@ -185,49 +210,43 @@ def backward_fake(*inputs: Any) -> Tensors3:
     return _dense_like(x.out), _dense_like(x.v), _dense_like(x.v)
 
 
-def fwd_cpu(*inputs: Any) -> tuple[Tensor, ...]:
-    """``attn_fwd`` by the reference numerics."""
-    outputs = fwd_fake(*inputs)
-    out, lse, saved = Forward(*inputs).compute()
-    fill(outputs, (out, lse, *saved))
-    return outputs
+def register(
+    name: str,
+    fakes: tuple[Callable[..., tuple[Tensor, ...]], ...],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+) -> None:
+    """Registers the three ops of one layout: their fake rules, and the reference on the CPU.
+
+    Args:
+        name: that the ops' begin with.
+        fakes: of ``_fwd``, ``_infer`` and ``_backward``; they check and allocate.
+        forward: the arguments of the first two, with a ``compute``.
+        backward: those of the last.
+    """
+    fwd_fake, infer_fake, backward_fake = fakes
+
+    def fwd(*inputs: Any) -> tuple[Tensor, ...]:
+        outputs = fwd_fake(*inputs)
+        out, lse, saved = forward(*inputs).compute()
+        _fill(outputs, (out, lse, *saved))
+        return outputs
+
+    def infer(*inputs: Any) -> tuple[Tensor, ...]:
+        outputs = infer_fake(*inputs)
+        out, lse, saved = forward(*inputs).compute()
+        _fill(outputs, (out, lse, saved.k_mean))
+        return outputs
+
+    def gradients(*inputs: Any) -> tuple[Tensor, ...]:
+        outputs = backward_fake(*inputs)
+        _fill(outputs, backward(*inputs).compute())
+        return outputs
+
+    bodies = {"fwd": fwd, "infer": infer, "backward": gradients}
+    for fake, (suffix, body) in zip(fakes, bodies.items(), strict=True):
+        torch.library.register_fake(f"{NAMESPACE}::{name}_{suffix}", fake, lib=LIB)
+        LIB.impl(f"{name}_{suffix}", body, "CPU")
 
 
-def infer_cpu(*inputs: Any) -> Tensors3:
-    """``attn_infer`` by the reference numerics."""
-    outputs = infer_fake(*inputs)
-    out, lse, saved = Forward(*inputs).compute()
-    fill(outputs, (out, lse, saved.k_mean))
-    return outputs
-
-
-def backward_cpu(*inputs: Any) -> Tensors3:
-    """``attn_backward`` by the reference numerics."""
-    outputs = backward_fake(*inputs)
-    x = Backward(*inputs)
-    grads = sage_backward(
-        x.dout,
-        x.dlse,
-        x.out if x.q is None else x.q,
-        x.v if x.k is None else x.k,
-        x.v,
-        x.out,
-        x.lse,
-        Saved(x.q_codes, x.k_codes, x.q_scale, x.k_scale, x.q_mean, x.k_mean),
-        scale=default_scale(x.out, x.scale),
-        causal=x.is_causal,
-        policy=resolve(x.policy),
-        window=window_of(x.window_left, x.window_right),
-        key_lengths=x.key_lengths,
-    )
-    fill(outputs, grads)
-    return outputs
-
-
-for _name, _fake, _cpu in (
-    ("attn_fwd", fwd_fake, fwd_cpu),
-    ("attn_infer", infer_fake, infer_cpu),
-    ("attn_backward", backward_fake, backward_cpu),
-):
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIB)
-    LIB.impl(_name, _cpu, "CPU")
+register("attn", (fwd_fake, infer_fake, backward_fake), Forward, Backward)

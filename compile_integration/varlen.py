@@ -15,12 +15,12 @@ from sage_cute.compile_integration.ops import (
     Tensors3,
     check_gradient,
     default_scale,
-    fill,
     new_saved,
+    register,
     window_of,
 )
-from sage_cute.compile_integration.schema import LIB, NAMESPACE
 from sage_cute.numerics import (
+    Gradients,
     SageForward,
     Saved,
     sage_backward_varlen,
@@ -122,6 +122,25 @@ class Backward(NamedTuple):
         check_backward(self.v, self.is_causal, self.policy, more)
         check_gradient(self.dout, self.out, self.q, self.k, self.policy)
 
+    def compute(self) -> Gradients:
+        """The reference numerics."""
+        return sage_backward_varlen(
+            self.dout,
+            self.dlse,
+            self.out if self.q is None else self.q,
+            self.v if self.k is None else self.k,
+            self.v,
+            self.out,
+            self.lse,
+            Saved(self.q_codes, self.k_codes, self.q_scale, self.k_scale, self.q_mean, self.k_mean),
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            scale=default_scale(self.out, self.scale),
+            causal=self.is_causal,
+            policy=resolve(self.policy),
+            window=window_of(self.window_left, self.window_right),
+        )
+
 
 def fwd_fake(*inputs: Any) -> tuple[Tensor, ...]:
     """Outputs of ``attn_varlen_fwd``, not computed."""
@@ -152,50 +171,4 @@ def backward_fake(*inputs: Any) -> Tensors3:
     return x.out.new_empty(x.out.shape), x.v.new_empty(x.v.shape), x.v.new_empty(x.v.shape)
 
 
-def fwd_cpu(*inputs: Any) -> tuple[Tensor, ...]:
-    """``attn_varlen_fwd`` by the reference numerics."""
-    outputs = fwd_fake(*inputs)
-    out, lse, saved = Forward(*inputs).compute()
-    fill(outputs, (out, lse, *saved))
-    return outputs
-
-
-def infer_cpu(*inputs: Any) -> Tensors3:
-    """``attn_varlen_infer`` by the reference numerics."""
-    outputs = infer_fake(*inputs)
-    out, lse, saved = Forward(*inputs).compute()
-    fill(outputs, (out, lse, saved.k_mean))
-    return outputs
-
-
-def backward_cpu(*inputs: Any) -> Tensors3:
-    """``attn_varlen_backward`` by the reference numerics."""
-    outputs = backward_fake(*inputs)
-    x = Backward(*inputs)
-    grads = sage_backward_varlen(
-        x.dout,
-        x.dlse,
-        x.out if x.q is None else x.q,
-        x.v if x.k is None else x.k,
-        x.v,
-        x.out,
-        x.lse,
-        Saved(x.q_codes, x.k_codes, x.q_scale, x.k_scale, x.q_mean, x.k_mean),
-        x.cu_seqlens_q,
-        x.cu_seqlens_k,
-        scale=default_scale(x.out, x.scale),
-        causal=x.is_causal,
-        policy=resolve(x.policy),
-        window=window_of(x.window_left, x.window_right),
-    )
-    fill(outputs, grads)
-    return outputs
-
-
-for _name, _fake, _cpu in (
-    ("attn_varlen_fwd", fwd_fake, fwd_cpu),
-    ("attn_varlen_infer", infer_fake, infer_cpu),
-    ("attn_varlen_backward", backward_fake, backward_cpu),
-):
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIB)
-    LIB.impl(_name, _cpu, "CPU")
+register("attn_varlen", (fwd_fake, infer_fake, backward_fake), Forward, Backward)

@@ -375,8 +375,8 @@ MUTATIONS += (
     Mutation(
         "ops: key lengths lost in the backward",
         "compile_integration/ops.py",
-        "        key_lengths=x.key_lengths,\n",
-        "",
+        "            key_lengths=self.key_lengths,\n        )\n",
+        "        )\n",
         (f"{OPS}/test_masks.py",),
     ),
     Mutation(
