@@ -79,7 +79,7 @@ def _sage_kernel(policy: str, device: str) -> Provider:
 
     missing = "needs a CUDA GPU" if device == "cpu" else ""
     return Provider(
-        "sage-cute, kernel alone",
+        "sage-cute",
         lambda x, shape: prepare(x, shape)(),
         policy=policy,
         quant_included=False,
