@@ -340,7 +340,7 @@ def _check(plan: BwdPlan, packed: Packed | None, *tensors: Any) -> None:
     dout, dlse, v, out, lse, q_codes, k_codes, q_scale, k_scale, dq, dk, dv = tensors
     batch, heads, seqlen_q, head_dim = q_codes.shape
     kv_heads, seqlen_k = k_codes.shape[1:3]
-    if kv_heads == 0 or heads % kv_heads:
+    if heads % kv_heads if kv_heads else heads:
         raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
     queries, keys = (batch, heads, seqlen_q, head_dim), (batch, kv_heads, seqlen_k, head_dim)
     sequences = packed and packed.sequences

@@ -153,7 +153,7 @@ def _check(
 ) -> None:
     batch, heads, seqlen_q, head_dim = q_codes.shape
     kv_heads, seqlen_k = k_codes.shape[1:3]
-    if kv_heads == 0 or heads % kv_heads:
+    if heads % kv_heads if kv_heads else heads:
         raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
     sequences = packed and packed.sequences
     queries, keys = Layout(seqlen_q, sequences), Layout(seqlen_k, sequences)
