@@ -487,7 +487,7 @@ class SageFwdSm90(AttnTemplate):
             self.whole_block(ops, rows, acc, block, now)
         else:
             self.masked_block(ops, rows, acc, block, now, mask, j)
-        pipes.k.consumer_release(now)
+        loading.release(pipes.k, now)
         if const_expr(not c.overlap):
             pipes.v.consumer_wait(now)
             self.product(ops, pipes, rows, acc, now)
