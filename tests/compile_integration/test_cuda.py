@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -304,6 +306,45 @@ def test_gradients_through_autograd_compile_and_graphs(qkv, policy) -> None:
             actual = torch.autograd.grad(compiled(q, k, v), (q, k, v))
         for a, b in zip(actual, expected, strict=True):
             assert rel_l2(a.cpu(), b.cpu()) < 1e-2  # the loss around it is fused differently
+
+
+BUSY = """
+import torch
+x = torch.ones(8192, 8192, device="cuda").bfloat16()
+print("up", flush=True)
+while True:
+    for _ in range(20):
+        x @ x
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.fixture
+def busy_gpu():
+    """Another process keeps the GPU busy: kernels are interrupted at any instruction."""
+    other = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE)
+    other.stdout.readline()
+    yield
+    other.kill()
+    other.wait()
+
+
+@pytest.mark.parametrize("policy", PRESETS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_same_bits_while_processes_share_the_gpu(qkv, busy_gpu, policy, head_dim) -> None:
+    """Buffers must not be filled again before loads in flight have read them."""
+    shape = {"heads": 6, "seqlen_q": 150, "seqlen_k": 201, "head_dim": head_dim}
+    q, k, v = (to_cuda(x).requires_grad_() for x in qkv(**shape, dtype=torch.bfloat16))
+    dout = torch.randn_like(q)
+
+    def run():
+        out = SAGE.attn(q, k, v, is_causal=True, policy=policy)
+        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    want = run()
+    for _ in range(200):
+        for a, b in zip(run(), want, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_backward_waits_for_nothing_and_graphs_capture_it(qkv) -> None:
