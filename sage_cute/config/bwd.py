@@ -139,6 +139,9 @@ def default_bwd_config(problem: BwdProblem) -> BwdTileConfig:
     ahead = 2 if problem.block_k < 128 else 3 if problem.is_causal else 4
     stages = 2 if problem.dp == "int8" else 3
     config = BwdTileConfig(num_stages=stages, ahead=ahead)
+    int8 = problem.tile_q or problem.dq_rows
+    if problem.padded_dim == 64 and problem.dp == "int8" and not (int8 or problem.ragged):
+        config = dataclasses.replace(config, num_stages=4, dq_num_consumer_wgs=3)
     if problem.padded_dim == 256:
         config = BwdTileConfig(
             tile_m=(32 if problem.lengths == "packed" else 48) if large else 64,
@@ -190,6 +193,22 @@ def bwd_registers(problem: BwdProblem, config: BwdTileConfig) -> tuple[int, int]
         keys = cols + c.tile_m + c.tile_m // 2 + more
     queries = problem.padded_dim // 2 + c.dq_tile_n + c.dq_tile_n // 4
     return keys + _STATE_REGISTERS, queries + _STATE_REGISTERS
+
+
+def operands_in_registers(
+    problem: BwdProblem, config: BwdTileConfig, arch: Arch
+) -> tuple[bool, bool]:
+    """Whether what S and dP read all along stays in registers: K and V, Q and dO of the kernels.
+
+    Where they have room; INT8 gradients are left none by their slices.
+    """
+    operands = problem.padded_dim // 8 * (2 if problem.dp == "int8" else 3)
+    keys, queries = (need + operands for need in bwd_registers(problem, config))
+    have = consumer_registers
+    return (
+        not problem.tile_q and keys <= have(config.num_consumer_wgs, arch),
+        not problem.dq_rows and queries <= have(config.dq_num_consumer_wgs, arch),
+    )
 
 
 def supports_bwd(problem: BwdProblem, config: BwdTileConfig, arch: Arch) -> Status:

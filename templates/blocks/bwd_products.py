@@ -10,14 +10,35 @@ from sage_cute.config.bwd import SLICE
 from sage_cute.templates.mma import int8_sm90
 
 
-def scores_mma(num_wgs: int, n: int, dtype):
-    """64 rows a warpgroup, n columns, both operands as they lie in shared memory (K-major)."""
+def scores_mma(num_wgs: int, n: int, dtype, *, a_in_registers: bool):
+    """64 rows a warpgroup, n columns, both operands K-major; A as ``keep`` has it, or as B."""
     if dtype is cutlass.Int8:
-        return int8_sm90.tiled_mma(num_wgs, n, a_in_registers=False)
-    k_major = OperandMajorMode.K
+        return int8_sm90.tiled_mma(num_wgs, n, a_in_registers=a_in_registers, a_type=dtype)
+    source = warpgroup.OperandSource
     return hopper.make_trivial_tiled_mma(
-        dtype, dtype, k_major, k_major, Float32, (num_wgs, 1, 1), (64, n)
+        dtype,
+        dtype,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+        Float32,
+        (num_wgs, 1, 1),
+        (64, n),
+        a_source=source.RMEM if a_in_registers else source.SMEM,
     )
+
+
+def fragment_a(mma, thread, shared, *, in_registers: bool):
+    """A of a product: where it lies in shared memory, or registers for ``keep`` to fill."""
+    if in_registers:
+        return mma.make_fragment_A(mma.partition_shape_A(shared.shape))
+    return mma.make_fragment_A(thread.partition_A(shared))
+
+
+def keep(mma, tidx, shared, fragment):
+    """Fills the registers of ``fragment_a``: words of four contracted codes, or of two numbers."""
+    mine = mma.get_slice(tidx).partition_A(shared)
+    for k in range(cute.size(fragment, mode=[2])):
+        cute.autovec_copy(mine[None, None, k], fragment[None, None, k])
 
 
 def gradient_mma(num_wgs: int, n: int, dtype, *, int8: bool = False):

@@ -10,7 +10,13 @@ from cutlass import BFloat16, Float32, Int8, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from sage_cute.config import ARCHS, Status
-from sage_cute.config.bwd import SLICE, BwdProblem, BwdTileConfig, supports_bwd
+from sage_cute.config.bwd import (
+    SLICE,
+    BwdProblem,
+    BwdTileConfig,
+    operands_in_registers,
+    supports_bwd,
+)
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
 from sage_cute.templates.blocks import bwd_int8, bwd_scores, loading, ptx, seqlen
@@ -85,11 +91,14 @@ class SageBwdSm90(AttnTemplate):
         values  warp 0 -> consumers                1 + bytes, one a consumer warp
 
     Shared memory
-        K, V (tile_n, head_dim); Q, dO (tile_m, head_dim, stages), Q^, dO (tile_m, columns, stages),
-        statistics of pairs of queries (4, tile_m / 2, stages) for S, (2, tile_m / 2, stages) for dP
-        (4 where dS must have do_scale in it: an INT8 dK with an INT8 dP). For INT8: Q^T, dO^T
-        (columns, tile_m, stages), scales of their channels (1, columns, stages), maxima (128, 2,
-        stages). What warpgroups that share keys add up takes the tiles' place at the end.
+        K, V (tile_n, head_dim), on their way into registers where those have room
+        (``operands_in_registers``); Q, dO (tile_m, head_dim, stages), Q^, dO (tile_m, columns,
+        stages), statistics of pairs of queries (4, tile_m / 2, stages) for S, (2, tile_m / 2,
+        stages) for dP (4 where dS must have do_scale in it: an INT8 dK with an INT8 dP). For INT8:
+        Q^T, dO^T (columns, tile_m, stages), scales of their channels (1, columns, stages), maxima
+        (128, 2, stages). What warpgroups that share keys add up takes the tiles' place at the end.
+
+    The dQ kernel starts beside the last CTAs of this one: it reads nothing that this one writes.
 
     A consumer's step on tile i: issue S^T = K Q^T, dP^T = V dO^T of i and dK += dS^T Q of i - 1 ->
     wait for S, P -> issue dV += P^T dO -> wait for dP, dP - delta -> wait for dK, dS -> wait for
@@ -121,6 +130,7 @@ class SageBwdSm90(AttnTemplate):
         # dO serves dP and dV alike if both are in 16 bit: then dV takes its columns of it.
         self.one_dout = not (self.int8_dp or self.int8_dv)
         self.dout_columns = self.dim if self.one_dout else self.columns
+        self.kept, _ = operands_in_registers(problem, config, ARCH)
         self.true_ds = self.int8_dk and self.int8_dp
         self.query_wgs = config.query_wgs
         self.key_wgs = config.num_consumer_wgs // config.query_wgs
@@ -248,10 +258,10 @@ class SageBwdSm90(AttnTemplate):
 
     def mmas(self):
         """S, dP, dV and dK."""
-        wgs = self.key_wgs
+        wgs, scores_mma = self.key_wgs, partial(products.scores_mma, a_in_registers=self.kept)
         return (
-            products.scores_mma(wgs, self.rows, Int8),
-            products.scores_mma(wgs, self.rows, self.v_type),
+            scores_mma(wgs, self.rows, Int8),
+            scores_mma(wgs, self.rows, self.v_type),
             products.gradient_mma(wgs, self.columns, self.dtype, int8=self.int8_dv),
             products.gradient_mma(wgs, self.columns, BFloat16, int8=self.int8_dk),
         )
@@ -330,6 +340,7 @@ class SageBwdSm90(AttnTemplate):
             partial=self.partial_sums(storage) if const_expr(self.query_wgs > 1) else None,
         )
         work = self.work(gmem, bounds)
+        cute.arch.griddepcontrol_launch_dependents()  # dQ starts where the last tiles leave room
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
@@ -603,9 +614,9 @@ class SageBwdSm90(AttnTemplate):
             p_bf16 = cute.make_rmem_tensor(cute.size(p_words), Int32)
         return BwdKeyOperands(
             mmas=mmas,
-            k=mma_s.make_fragment_A(s.partition_A(smem.k)),
+            k=products.fragment_a(mma_s, s, smem.k, in_registers=self.kept),
             q=mma_s.make_fragment_B(s.partition_B(smem.q)),
-            v=mma_dp.make_fragment_A(dp.partition_A(smem.v)),
+            v=products.fragment_a(mma_dp, dp, smem.v, in_registers=self.kept),
             dout=mma_dp.make_fragment_B(dp.partition_B(dout if self.one_dout else smem.dout)),
             p=p,
             dout_t=None
@@ -675,6 +686,9 @@ class SageBwdSm90(AttnTemplate):
         acc_dV.fill(0.0)
         phase = Int32(0)
         pipes.kept.consumer_wait(loading.consumer_state(1))
+        if const_expr(self.kept):
+            products.keep(mmas[0], tidx, smem.k, ops.k)
+            products.keep(mmas[1], tidx, smem.v, ops.v)
         walk = partial(self.walk, ops, pipes, acc_dK, acc_dV, span)
         for _ in cutlass.range(work.group, unroll=1):
             walk(Int32(0), phase, True, True)

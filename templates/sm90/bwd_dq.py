@@ -10,7 +10,13 @@ from cutlass import BFloat16, Float32, Int8, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from sage_cute.config import ARCHS, Status
-from sage_cute.config.bwd import SLICE, BwdProblem, BwdTileConfig, supports_bwd
+from sage_cute.config.bwd import (
+    SLICE,
+    BwdProblem,
+    BwdTileConfig,
+    operands_in_registers,
+    supports_bwd,
+)
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
 from sage_cute.templates.blocks import bwd_int8, bwd_scores, loading, ptx, seqlen
@@ -55,7 +61,9 @@ class SageBwdDqSm90(AttnTemplate):
         warp 0            TMA: Q and dO of the tile of queries once; for each tile of keys K and V,
                           then K^
         warp 1            scales of the keys into the stage
-        warps 2, 3        nothing (they complete the warpgroup that gives up its registers)
+        warp 2            of the last CTA waits for the end of the kernel before, beside which this
+                          one starts: what comes behind this one comes behind both
+        warp 3            nothing, like warp 2 (they complete the warpgroup that gives up registers)
         warps 4 ...       consumer warpgroups, 64 queries each
 
     Pipelines (producer -> consumer; arrivals on full, on empty)
@@ -64,7 +72,8 @@ class SageBwdDqSm90(AttnTemplate):
         values  warp 0 -> consumers                1 + bytes, one a consumer warp
 
     Shared memory
-        Q, dO (tile_m, head_dim); K, V, K^ (tile_n, head_dim, stages); scales of K and of V
+        Q, dO (tile_m, head_dim), on their way into registers where those have room
+        (``operands_in_registers``); K, V, K^ (tile_n, head_dim, stages); scales of K and of V
         (tile_n, 2, stages). For INT8: K^T (head_dim, tile_n, stages), scales of its channels (1,
         head_dim, stages), maxima (32, stages)
 
@@ -88,6 +97,7 @@ class SageBwdDqSm90(AttnTemplate):
         self.int8_dq = problem.dq_rows > 0
         # a scale for queries whose do_scale differ is one of dS with do_scale in it
         self.true_ds = problem.dq_rows > 1 and self.int8_dp
+        _, self.kept = operands_in_registers(problem, config, ARCH)
         self.wgs, self.stages = config.dq_num_consumer_wgs, config.dq_num_stages
         self.tile_m, self.tile_n = 64 * config.dq_num_consumer_wgs, config.dq_tile_n
         self.k_uniform = problem.block_k % config.dq_tile_n == 0
@@ -171,13 +181,15 @@ class SageBwdDqSm90(AttnTemplate):
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     def mmas(self):
         """S, dP and dQ."""
+        scores_mma = partial(products.scores_mma, a_in_registers=self.kept)
         return (
-            products.scores_mma(self.wgs, self.tile_n, Int8),
-            products.scores_mma(self.wgs, self.tile_n, self.v_type),
+            scores_mma(self.wgs, self.tile_n, Int8),
+            scores_mma(self.wgs, self.tile_n, self.v_type),
             products.gradient_mma(self.wgs, self.dim, BFloat16, int8=self.int8_dq),
         )
 
@@ -253,6 +265,8 @@ class SageBwdDqSm90(AttnTemplate):
                 self.load(gmem, smem, pipes, work, tma)
             if warp_index == 1:
                 self.load_scales(gmem, smem, pipes, work)
+            if warp_index == 2 and cute.arch.block_idx()[0] == cute.arch.grid_dim()[0] - 1:
+                cute.arch.griddepcontrol_wait()
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             consume = self.consume_int8 if const_expr(self.int8_dq) else self.consume
@@ -446,9 +460,9 @@ class SageBwdDqSm90(AttnTemplate):
                 first_seen.append(key_start(row, work.seq, work.offset) - first[1])
         return BwdQueryOperands(
             mmas=mmas,
-            q=mma_s.make_fragment_A(s.partition_A(smem.q)),
+            q=products.fragment_a(mma_s, s, smem.q, in_registers=self.kept),
             k=mma_s.make_fragment_B(s.partition_B(smem.k)),
-            dout=mma_dp.make_fragment_A(dp.partition_A(smem.dout)),
+            dout=products.fragment_a(mma_dp, dp, smem.dout, in_registers=self.kept),
             v=mma_dp.make_fragment_B(dp.partition_B(smem.v)),
             ds=ds,
             k_t=None if self.int8_dq else mma_dq.make_fragment_B(dq.partition_B(k_t)),
@@ -495,6 +509,9 @@ class SageBwdDqSm90(AttnTemplate):
         acc_dQ.fill(0.0)
         phase = Int32(0)
         pipes.kept.consumer_wait(loading.consumer_state(1))
+        if const_expr(self.kept):
+            products.keep(mmas[0], tidx, smem.q, ops.q)
+            products.keep(mmas[1], tidx, smem.dout, ops.dout)
         walk = partial(self.walk, ops, pipes, acc_dQ, span)
         walk(Int32(0), phase, True, True)
         phase = phase ^ 1
