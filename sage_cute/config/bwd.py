@@ -141,7 +141,9 @@ def default_bwd_config(problem: BwdProblem) -> BwdTileConfig:
     config = BwdTileConfig(num_stages=stages, ahead=ahead)
     int8 = problem.tile_q or problem.dq_rows
     if problem.padded_dim == 64 and problem.dp == "int8" and not (int8 or problem.ragged):
-        config = dataclasses.replace(config, num_stages=4, dq_num_consumer_wgs=3)
+        # scales of single keys would not fit into the registers of three warpgroups
+        wgs = 2 if problem.block_k < TILE_K else 3
+        config = dataclasses.replace(config, num_stages=4, dq_num_consumer_wgs=wgs)
     if problem.padded_dim == 256:
         config = BwdTileConfig(
             tile_m=(32 if problem.lengths == "packed" else 48) if large else 64,
@@ -200,10 +202,10 @@ def operands_in_registers(
 ) -> tuple[bool, bool]:
     """Whether what S and dP read all along stays in registers: K and V, Q and dO of the kernels.
 
-    Where they have room; INT8 gradients are left none by their slices.
+    Where there is room, with a margin that masks take; INT8 gradients' slices leave none.
     """
-    operands = problem.padded_dim // 8 * (2 if problem.dp == "int8" else 3)
-    keys, queries = (need + operands for need in bwd_registers(problem, config))
+    more = problem.padded_dim // 8 * (2 if problem.dp == "int8" else 3) + 24
+    keys, queries = (need + more for need in bwd_registers(problem, config))
     have = consumer_registers
     return (
         not problem.tile_q and keys <= have(config.num_consumer_wgs, arch),
