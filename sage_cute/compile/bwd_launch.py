@@ -338,40 +338,44 @@ def _plan(
 
 def _check(plan: BwdPlan, packed: Packed | None, *tensors: Any) -> None:
     dout, dlse, v, out, lse, q_codes, k_codes, q_scale, k_scale, dq, dk, dv = tensors
-    batch, heads, seqlen_q, head_dim = q_codes.shape
-    kv_heads, seqlen_k = k_codes.shape[1:3]
-    if heads % kv_heads if kv_heads else heads:
-        raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
-    queries, keys = (batch, heads, seqlen_q, head_dim), (batch, kv_heads, seqlen_k, head_dim)
-    sequences = packed and packed.sequences
-    groups_q = Layout(seqlen_q, sequences).groups(plan.block_q)
-    groups_k = Layout(seqlen_k, sequences).groups(plan.problem.block_k)
-    expected = {
-        "dout": (dout, queries),
-        "out": (out, queries),
-        "dq": (dq, queries),
-        "v": (v, keys),
-        "k_codes": (k_codes, keys),
-        "dk": (dk, keys),
-        "dv": (dv, keys),
-        "lse": (lse, queries[:3]),
-        "q_scale": (q_scale, (batch, heads, groups_q)),
-        "k_scale": (k_scale, (batch, kv_heads, groups_k)),
-    }
-    if dlse is not None:
-        expected["dlse"] = dlse, queries[:3]
-    for name, (x, shape) in expected.items():
-        if tuple(x.shape) != shape:
+    expected = _expected(plan, q_codes.shape, k_codes.shape, packed and packed.sequences)
+    found = dout, out, dq, v, k_codes, dk, dv, lse, q_scale, k_scale, dlse
+    for (name, (shape, dtype)), x in zip(expected.items(), found, strict=True):
+        if x is None:
+            continue  # dlse
+        if x.shape != shape:
             raise ShapeError(f"{name} is {tuple(x.shape)}: expected {shape}")
-        wanted = {"k_codes": torch.int8, "lse": torch.float32, "dlse": torch.float32}
-        wanted |= {"q_scale": torch.float32, "k_scale": torch.float32}
-        if x.dtype != wanted.get(name, dout.dtype):
-            raise DTypeError(f"{name} is {x.dtype}: expected {wanted.get(name, dout.dtype)}")
+        if x.dtype != (dtype or dout.dtype):
+            raise DTypeError(f"{name} is {x.dtype}: expected {dtype or dout.dtype}")
     for name, x in (("q_scale", q_scale), ("k_scale", k_scale), ("lse", lse)):
         if not x.is_contiguous():
             raise UnsupportedError(f"{name} is not contiguous: the kernel's inputs must be")
     for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):
         check_output(name, x)
+
+
+@functools.lru_cache(maxsize=1024)
+def _expected(
+    plan: BwdPlan, q_shape: tuple[int, ...], k_shape: tuple[int, ...], sequences: int | None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    """Shape and dtype (None: that of dout) of the other tensors of a launch."""
+    batch, heads, seqlen_q, head_dim = q_shape
+    kv_heads, seqlen_k = k_shape[1:3]
+    if heads % kv_heads if kv_heads else heads:
+        raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
+    queries, keys = tuple(q_shape), (batch, kv_heads, seqlen_k, head_dim)
+    groups_q = Layout(seqlen_q, sequences).groups(plan.block_q)
+    groups_k = Layout(seqlen_k, sequences).groups(plan.problem.block_k)
+    return {
+        **dict.fromkeys(("dout", "out", "dq"), (queries, None)),
+        "v": (keys, None),
+        "k_codes": (keys, torch.int8),
+        **dict.fromkeys(("dk", "dv"), (keys, None)),
+        "lse": (queries[:3], torch.float32),
+        "q_scale": ((batch, heads, groups_q), torch.float32),
+        "k_scale": ((batch, kv_heads, groups_k), torch.float32),
+        "dlse": (queries[:3], torch.float32),
+    }
 
 
 def compiled_preprocess(plan: BwdPlan) -> Any:
