@@ -83,7 +83,12 @@ class BwdPlan:
 
     def attention(self) -> BwdPlan:
         """What the attention kernels depend on."""
-        return dataclasses.replace(self, block_q=1, has_dlse=False, per_channel=False)
+        return _attention(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _attention(plan: BwdPlan) -> BwdPlan:
+    return dataclasses.replace(plan, block_q=1, has_dlse=False, per_channel=False)
 
 
 def bwd_plan(
@@ -122,6 +127,7 @@ def supports(
     return Status(True)
 
 
+@functools.lru_cache(maxsize=1024)
 def workspace_shapes(
     plan: BwdPlan,
     q_shape: tuple[int, ...],
@@ -248,7 +254,7 @@ def backward(
     dout, out, v = (readable(x, expanded=False) for x in (dout, out, v))  # for TMA
     q_codes, k_codes = code_rows(q_codes), code_rows(k_codes)
     dlse = None if dlse is None else dlse.contiguous()
-    sizes = tuple(q_codes.shape), tuple(k_codes.shape)
+    sizes = q_codes.shape, k_codes.shape
     shapes = workspace_shapes(plan, *sizes, packed and packed.sequences)
     found = new_tensors(dout, shapes)
     w = {name: found.get(name) for name in WORKSPACE}
