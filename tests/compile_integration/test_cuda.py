@@ -48,8 +48,8 @@ def compare(tensors, policy, causal, scale=None, *, bound=TIGHT) -> None:
             assert torch.equal(a.isinf(), b.isinf())
             seen = ~b.isinf()
             torch.testing.assert_close(a[seen], b[seen], rtol=2e-6, atol=2e-5)
-        elif expected[0].numel() == 0:
-            continue  # without queries nobody reads what K became
+        elif 0 in (tensors[0].numel(), tensors[1].numel()):
+            continue  # without keys nobody reads what Q became, nor the other way round
         elif name.endswith("codes"):
             # A mean that is summed in another order moves a code at a tie by one.
             difference = (a.int() - b.int()).abs()
@@ -127,8 +127,8 @@ def test_large_magnitudes(qkv) -> None:
     k[..., 5] += 300
     v[0, 0, 7] *= 1e6
     compare((q, k, v), "fast", False)
-    # A block's product has a MAGIC of its unit added: values up to about 1e35, then it overflows.
-    compare((q * 100, k, v * 1e28), "fast", True)
+    # Sums are relative to a reference that lags, and have a MAGIC of their unit added.
+    compare((q * 100, k, v * 1e20), "fast", True)
 
 
 def test_lse_of_the_original_k(qkv) -> None:
