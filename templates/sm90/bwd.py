@@ -560,9 +560,7 @@ class SageBwdSm90(AttnTemplate):
                     if lane + 32 * t < c.tile_m // 2:
                         at = lane + 32 * t, state.index
                         self.store_statistics(smem.stats, loaded, k_scale, row + 64 * t, last, at)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(pipes.codes.producer_get_barrier(state))
+                loading.arrive(pipes.codes.producer_get_barrier(state))
                 state.advance()
 
     @cute.jit
@@ -703,7 +701,7 @@ class SageBwdSm90(AttnTemplate):
             last = Slot(c.num_stages - 1, phase)
             self.issue_dk(ops, acc_dK, last)
             warpgroup.wait_group(0)
-            pipes.values.consumer_release(last)
+            loading.free(pipes.values, last)
         self.store(gmem, work, mmas[2], acc_dK, gmem.out[0], scale)
         self.store(gmem, work, mmas[2], acc_dV, gmem.out[1], Float32(1.0))
 
@@ -769,7 +767,7 @@ class SageBwdSm90(AttnTemplate):
         warpgroup.wait_group(1)
         bwd_scores.multiply(ops.p_bf16, acc_dP if packed is None else packed, ops.ds_words)
         if const_expr(not first):
-            pipes.values.consumer_release(before)
+            loading.free(pipes.values, before)
         warpgroup.wait_group(0)
 
     def statistics(self, ops, stage, which, ahead):

@@ -427,9 +427,7 @@ class SageBwdDqSm90(AttnTemplate):
                 if at < self.tile_n:
                     smem.stats[at, 0, state.index] = k
                     smem.stats[at, 1, state.index] = v
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(pipes.codes.producer_get_barrier(state))
+            loading.arrive(pipes.codes.producer_get_barrier(state))
             state.advance()
 
     def operands(self, tidx, wg, gmem, smem, work, mmas):
@@ -578,7 +576,7 @@ class SageBwdDqSm90(AttnTemplate):
         warpgroup.wait_group(0)
         bwd_scores.multiply(p, acc_dP if packed is None else packed, ops.ds_words)
         if const_expr(not first):
-            pipes.values.consumer_release(before)
+            loading.free(pipes.values, before)
 
     def factors(self, ops, stage):
         """(factor, bias) of S of the thread's two queries: with the tile's k_scale if it has one.
