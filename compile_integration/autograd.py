@@ -28,7 +28,7 @@ from sage_cute.compile_integration.schema import LIB, NAMESPACE, op
 from sage_cute.errors import DoubleBackwardError, UnsupportedError
 from sage_cute.limits import REFUSED
 from sage_cute.policies import canonical, resolve
-from sage_cute.support import check_backward, check_dense, extras
+from sage_cute.support import check_backward, check_dense, check_inputs, extras
 
 # Past the ops' own autograd formulas, where the caller is their autograd: 5 us less a call.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -188,6 +188,25 @@ def _know_dtensor(q: Tensor) -> None:
         register_sharding_rules()
 
 
+def _check_before_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    policy: str,
+    more: tuple[str, ...],
+) -> None:
+    """Raises what the backward would, now, not when the loss is known."""
+    try:
+        check_backward(v, is_causal, policy, more)
+    except Exception:
+        # What is wrong between the inputs says more than what is wrong with v alone. The forward
+        # checks it in any case: not twice where all is well.
+        check_inputs(q, k, v, scale, packed="packed" in more)
+        raise
+
+
 def _dense_call(
     q: Tensor,
     k: Tensor,
@@ -205,8 +224,9 @@ def _dense_call(
     _know_dtensor(q)
     policy = canonical(policy)
     needs_grad = _needs_grad(q, k, v)
-    if needs_grad:  # now, not when the loss is known
-        check_backward(v, is_causal, policy, extras(left, right, key_lengths=key_lengths))
+    if needs_grad:
+        more = extras(left, right, key_lengths=key_lengths)
+        _check_before_backward(q, k, v, scale, is_causal, policy, more)
     return needs_grad, q, k, v, scale, is_causal, policy, key_lengths, left, right, k_mean
 
 
@@ -229,7 +249,8 @@ def _packed_call(
     policy = canonical(policy)
     needs_grad = _needs_grad(q, k, v)
     if needs_grad:
-        check_backward(v, is_causal, policy, extras(rest[-3], rest[-2], packed=True))
+        more = extras(rest[-3], rest[-2], packed=True)
+        _check_before_backward(q, k, v, scale, is_causal, policy, more)
     return needs_grad, q, k, v, scale, is_causal, policy, *rest
 
 

@@ -13,11 +13,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench, emulator
 
-# Caches of an earlier version of the ops must not answer for this one.
-_CACHE = tempfile.TemporaryDirectory(prefix="sage-cute-inductor-", ignore_cleanup_errors=True)
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
-# Neither kernels nor tuning tables of the user's, nor tests' in the user's folder.
-os.environ["SAGE_CUTE_CACHE_DIR"] = os.path.join(_CACHE.name, "sage_cute")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit, and share what they compile
+    # Caches of an earlier version of the ops must not answer for this one.
+    _CACHE = tempfile.TemporaryDirectory(prefix="sage-cute-", ignore_cleanup_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
+    # Neither kernels nor tuning tables of the user's, nor tests' in the user's folder.
+    os.environ["SAGE_CUTE_CACHE_DIR"] = os.path.join(_CACHE.name, "sage_cute")
 for _name in ("SAGE_CUTE_KERNELS", "SAGE_CUTE_TUNE", "SAGE_CUTE_TRACE"):
     os.environ.pop(_name, None)
 

@@ -83,7 +83,12 @@ class BwdPlan:
 
     def attention(self) -> BwdPlan:
         """What the attention kernels depend on."""
-        return dataclasses.replace(self, block_q=1, has_dlse=False, per_channel=False)
+        return _attention(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _attention(plan: BwdPlan) -> BwdPlan:
+    return dataclasses.replace(plan, block_q=1, has_dlse=False, per_channel=False)
 
 
 def bwd_plan(
@@ -122,6 +127,7 @@ def supports(
     return Status(True)
 
 
+@functools.lru_cache(maxsize=1024)
 def workspace_shapes(
     plan: BwdPlan,
     q_shape: tuple[int, ...],
@@ -248,7 +254,7 @@ def backward(
     dout, out, v = (readable(x, expanded=False) for x in (dout, out, v))  # for TMA
     q_codes, k_codes = code_rows(q_codes), code_rows(k_codes)
     dlse = None if dlse is None else dlse.contiguous()
-    sizes = tuple(q_codes.shape), tuple(k_codes.shape)
+    sizes = q_codes.shape, k_codes.shape
     shapes = workspace_shapes(plan, *sizes, packed and packed.sequences)
     found = new_tensors(dout, shapes)
     w = {name: found.get(name) for name in WORKSPACE}
@@ -338,40 +344,44 @@ def _plan(
 
 def _check(plan: BwdPlan, packed: Packed | None, *tensors: Any) -> None:
     dout, dlse, v, out, lse, q_codes, k_codes, q_scale, k_scale, dq, dk, dv = tensors
-    batch, heads, seqlen_q, head_dim = q_codes.shape
-    kv_heads, seqlen_k = k_codes.shape[1:3]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
-    queries, keys = (batch, heads, seqlen_q, head_dim), (batch, kv_heads, seqlen_k, head_dim)
-    sequences = packed and packed.sequences
-    groups_q = Layout(seqlen_q, sequences).groups(plan.block_q)
-    groups_k = Layout(seqlen_k, sequences).groups(plan.problem.block_k)
-    expected = {
-        "dout": (dout, queries),
-        "out": (out, queries),
-        "dq": (dq, queries),
-        "v": (v, keys),
-        "k_codes": (k_codes, keys),
-        "dk": (dk, keys),
-        "dv": (dv, keys),
-        "lse": (lse, queries[:3]),
-        "q_scale": (q_scale, (batch, heads, groups_q)),
-        "k_scale": (k_scale, (batch, kv_heads, groups_k)),
-    }
-    if dlse is not None:
-        expected["dlse"] = dlse, queries[:3]
-    for name, (x, shape) in expected.items():
-        if tuple(x.shape) != shape:
+    expected = _expected(plan, q_codes.shape, k_codes.shape, packed and packed.sequences)
+    found = dout, out, dq, v, k_codes, dk, dv, lse, q_scale, k_scale, dlse
+    for (name, (shape, dtype)), x in zip(expected.items(), found, strict=True):
+        if x is None:
+            continue  # dlse
+        if x.shape != shape:
             raise ShapeError(f"{name} is {tuple(x.shape)}: expected {shape}")
-        wanted = {"k_codes": torch.int8, "lse": torch.float32, "dlse": torch.float32}
-        wanted |= {"q_scale": torch.float32, "k_scale": torch.float32}
-        if x.dtype != wanted.get(name, dout.dtype):
-            raise DTypeError(f"{name} is {x.dtype}: expected {wanted.get(name, dout.dtype)}")
+        if x.dtype != (dtype or dout.dtype):
+            raise DTypeError(f"{name} is {x.dtype}: expected {dtype or dout.dtype}")
     for name, x in (("q_scale", q_scale), ("k_scale", k_scale), ("lse", lse)):
         if not x.is_contiguous():
             raise UnsupportedError(f"{name} is not contiguous: the kernel's inputs must be")
     for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):
         check_output(name, x)
+
+
+@functools.lru_cache(maxsize=1024)
+def _expected(
+    plan: BwdPlan, q_shape: tuple[int, ...], k_shape: tuple[int, ...], sequences: int | None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    """Shape and dtype (None: that of dout) of the other tensors of a launch."""
+    batch, heads, seqlen_q, head_dim = q_shape
+    kv_heads, seqlen_k = k_shape[1:3]
+    if heads % kv_heads if kv_heads else heads:
+        raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
+    queries, keys = tuple(q_shape), (batch, kv_heads, seqlen_k, head_dim)
+    groups_q = Layout(seqlen_q, sequences).groups(plan.block_q)
+    groups_k = Layout(seqlen_k, sequences).groups(plan.problem.block_k)
+    return {
+        **dict.fromkeys(("dout", "out", "dq"), (queries, None)),
+        "v": (keys, None),
+        "k_codes": (keys, torch.int8),
+        **dict.fromkeys(("dk", "dv"), (keys, None)),
+        "lse": (queries[:3], torch.float32),
+        "q_scale": ((batch, heads, groups_q), torch.float32),
+        "k_scale": ((batch, kv_heads, groups_k), torch.float32),
+        "dlse": (queries[:3], torch.float32),
+    }
 
 
 def compiled_preprocess(plan: BwdPlan) -> Any:

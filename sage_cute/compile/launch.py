@@ -151,29 +151,33 @@ def _check(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    batch, heads, seqlen_q, head_dim = q_codes.shape
-    kv_heads, seqlen_k = k_codes.shape[1:3]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
-    sequences = packed and packed.sequences
-    queries, keys = Layout(seqlen_q, sequences), Layout(seqlen_k, sequences)
-    padded = keys.padded()
-    per_token_v = problem.v_scale == "per_token"
-    expected = {
-        "q_scale": (q_scale, (batch, heads, queries.groups(problem.block_q))),
-        "k_codes": (k_codes, (batch, kv_heads, seqlen_k, head_dim)),
-        "k_scale": (k_scale, (batch, kv_heads, keys.groups(problem.block_k))),
-        "v_t": (v_t, (batch, kv_heads, head_dim, padded)),
-        "v_scale": (
-            v_scale,
-            (batch, kv_heads, padded if per_token_v else keys.groups(problem.block_k)),
-        ),
-        "out": (out, (batch, heads, seqlen_q, head_dim)),
-        "lse": (lse, (batch, heads, seqlen_q)),
-    }
-    for name, (x, shape) in expected.items():
-        if tuple(x.shape) != shape:
+    shapes = _shapes(problem, q_codes.shape, k_codes.shape, packed and packed.sequences)
+    tensors = k_codes, q_scale, k_scale, v_t, v_scale, out, lse
+    for (name, shape), x in zip(shapes.items(), tensors, strict=True):
+        if x.shape != shape:
             raise ShapeError(f"{name} is {tuple(x.shape)}: expected {shape}")
         if name not in ("out", "k_codes") and not x.is_contiguous():
             raise UnsupportedError(f"{name} is not contiguous: the kernel's inputs must be")
     check_output("out", out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes(
+    problem: AttnProblem, q_shape: tuple[int, ...], k_shape: tuple[int, ...], sequences: int | None
+) -> dict[str, tuple[int, ...]]:
+    """Of the other tensors of a launch."""
+    batch, heads, seqlen_q, head_dim = q_shape
+    kv_heads, seqlen_k = k_shape[1:3]
+    if heads % kv_heads if kv_heads else heads:
+        raise ShapeError(f"{heads} query heads for {kv_heads} key heads: not a multiple")
+    queries, keys = Layout(seqlen_q, sequences), Layout(seqlen_k, sequences)
+    padded, groups = keys.padded(), keys.groups(problem.block_k)
+    return {
+        "k_codes": (batch, kv_heads, seqlen_k, head_dim),
+        "q_scale": (batch, heads, queries.groups(problem.block_q)),
+        "k_scale": (batch, kv_heads, groups),
+        "v_t": (batch, kv_heads, head_dim, padded),
+        "v_scale": (batch, kv_heads, padded if problem.v_scale == "per_token" else groups),
+        "out": (batch, heads, seqlen_q, head_dim),
+        "lse": (batch, heads, seqlen_q),
+    }

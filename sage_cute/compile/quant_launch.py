@@ -93,6 +93,7 @@ def quant_spec(
     return spec
 
 
+@functools.lru_cache(maxsize=1024)
 def output_shapes(
     spec: QuantSpec,
     q_shape: tuple[int, ...],
@@ -209,7 +210,7 @@ def quantize(
     outputs: tuple[Tensor | None, ...]
     outputs = (q_codes, q_scale, k_codes, k_scale, k_mean, v_t, v_scale, mean_partials)
     sizes = (None, None) if packed is None else (packed.sequences, packed.max_k)
-    expected = _expected(spec, queries.shape, keys.shape, *sizes)
+    expected = output_shapes(spec, queries.shape, keys.shape, *sizes)
     for name, out in zip(OUTPUTS, outputs, strict=True):
         _check_output(name, out, expected.get(name))
     if packed is not None and (packed.sequences == 0 or packed.max_q == packed.max_k == 0):
@@ -275,9 +276,6 @@ def _check_output(name: str, out: Tensor | None, expected: Any) -> None:
         check_codes(name, out)
     elif not out.is_contiguous():
         raise UnsupportedError(f"{name} is not contiguous: allocate it with torch.empty")
-
-
-_expected = functools.lru_cache(maxsize=1024)(output_shapes)
 
 
 def compiled_quantize(spec: QuantSpec) -> Any:

@@ -59,8 +59,19 @@ def new_tensors(
     }
 
 
+def _rows_start_on(x: Tensor, elements: int) -> bool:
+    """Whether the last dimension is contiguous and all other strides are multiples. Quick."""
+    *strides, last = x.stride()
+    bits = 0
+    for s in strides:
+        bits |= s
+    return last == 1 and bits % elements == 0
+
+
 def check_codes(name: str, x: Tensor) -> None:
     """Raises where a kernel cannot write codes."""
+    if _rows_start_on(x, 16) and x.data_ptr() % 16 == 0:
+        return
     strides = (s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
     if x.stride(-1) != 1 or any(s % 16 for s in strides) or x.data_ptr() % 16:
         raise UnsupportedError(
@@ -74,11 +85,13 @@ def code_rows(x: Tensor) -> Tensor:
 
     Dimensions of size 1 may have any stride; it becomes 16.
     """
+    if _rows_start_on(x, 16) and x.data_ptr() % 16 == 0:
+        return x
     *strides, last = x.stride()
     strides = [16 if n == 1 else s for n, s in zip(x.shape, strides, strict=False)]
     if last != 1 or any(s % 16 for s in strides) or x.data_ptr() % 16:
         return empty_codes(x, x.shape).copy_(x)
-    return x if x.stride() == (*strides, 1) else x.as_strided(x.shape, (*strides, 1))
+    return x.as_strided(x.shape, (*strides, 1))
 
 
 def rows_on_16_bytes(x: Tensor) -> Tensor | None:
@@ -87,9 +100,9 @@ def rows_on_16_bytes(x: Tensor) -> Tensor | None:
     They read 16 bytes at a time: head_dim must be contiguous and every row start on 16 bytes.
     Dimensions of size 1 may have any stride; it becomes 8: kernels are compiled for its multiples.
     """
-    *strides, last = x.stride()
-    if last == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in strides):
+    if _rows_start_on(x, 8) and x.data_ptr() % 16 == 0:
         return x
+    *strides, last = x.stride()
     strides = [8 if n == 1 else s for n, s in zip(x.shape, strides, strict=False)]
     if last != 1 or any(s % 8 for s in strides) or x.data_ptr() % 16:
         return None
@@ -99,7 +112,9 @@ def rows_on_16_bytes(x: Tensor) -> Tensor | None:
 def readable(x: Tensor, *, expanded: bool = True) -> Tensor:
     """X as kernels read it, a copy if it must be; also, unless ``expanded``, if strides are 0."""
     rows = rows_on_16_bytes(x)
-    repeats = any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
+    repeats = 0 in x.stride() and any(
+        s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)
+    )
     if rows is None or (repeats and not expanded):
         # Not contiguous(): that returns a contiguous tensor wherever it starts.
         return x.clone(memory_format=torch.contiguous_format)
@@ -108,6 +123,8 @@ def readable(x: Tensor, *, expanded: bool = True) -> Tensor:
 
 def check_output(name: str, x: Tensor) -> None:
     """Raises where a kernel cannot write rows of a 16-bit output."""
+    if _rows_start_on(x, 8):
+        return
     strides = (s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
     if x.stride(-1) != 1 or any(s % 8 for s in strides):
         raise UnsupportedError(

@@ -33,6 +33,8 @@ class Space(Generic[P, C]):
     fixed: tuple[str, ...]  # fields that the policy or the mathematics fix
     default: Callable[[P], C]
     supports: Callable[[P, C, Arch], Status]
+    rounding: Callable[[P, C], object] = lambda problem, config: None
+    """What rounding depends on beside the fixed fields."""
 
     def configs(self, problem: P, arch: Arch = ARCHS["sm_90a"]) -> list[C]:
         """Every configuration that can run, the default one first."""
@@ -40,7 +42,7 @@ class Space(Generic[P, C]):
         found = dict.fromkeys((default,))
         for choice in itertools.product(*self._values(default).values()):
             config = self._with(default, dict(zip(self.axes, choice, strict=True)))
-            if self.supports(problem, config, arch):
+            if not self.why_not(problem, config, arch):
                 found[config] = None
         return list(found)
 
@@ -51,7 +53,7 @@ class Space(Generic[P, C]):
             for axis, values in self._values(self.default(problem)).items()
             for value in values
         )
-        found = dict.fromkeys(c for c in around if self.supports(problem, c, arch))
+        found = dict.fromkeys(c for c in around if not self.why_not(problem, c, arch))
         found.pop(config, None)
         return list(found)
 
@@ -61,6 +63,8 @@ class Space(Generic[P, C]):
         for name in self.fixed:
             if getattr(config, name) != getattr(default, name):
                 return f"{name}={getattr(config, name)}: the results would be other ones"
+        if self.rounding(problem, config) != self.rounding(problem, default):
+            return f"{config}: the results would be other ones"
         return self.supports(problem, config, arch).reason
 
     def _values(self, default: C) -> dict[str, tuple[Any, ...]]:
@@ -102,14 +106,16 @@ BACKWARD: Space[BwdProblem, BwdTileConfig] = Space(
         "num_stages": (1, 2, 3, 4),
         "ahead": (1, 2, 3, 4, 8),
         "column_splits": (1, 2),
-        "dq_tile_n": (32, 64, 96, 128),
         "dq_num_stages": (1, 2, 3),
         "dq_num_consumer_wgs": (1, 2, 3),
     },
     derived={"tile_n": lambda c: 64 * c["num_consumer_wgs"] // c["query_wgs"]},
-    fixed=("packed_ds", "query_wgs"),
+    # Keys are added up tile after tile, from the last one.
+    fixed=("packed_ds", "query_wgs", "dq_tile_n"),
     default=default_bwd_config,
     supports=supports_bwd,
+    # A tile with one scale of K has it in the queries' factors.
+    rounding=lambda problem, config: problem.block_k % config.tile_n == 0,
 )
 
 SPACES: dict[str, Space[Any, Any]] = {"fwd": FORWARD, "bwd": BACKWARD}

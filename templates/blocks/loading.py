@@ -39,6 +39,17 @@ def pipe(barriers, num_stages: int, producers: int, consumers: int, tx_bytes: in
     )
 
 
+def release(pipe, state):
+    """Frees a buffer that was read with loads, not only by products.
+
+    The arrival alone does not wait for loads in flight: what fills the buffer next has overtaken
+    them on an H200 that processes share.
+    """
+    cute.arch.fence_acq_rel_cta()
+    cute.arch.sync_warp()
+    pipe.consumer_release(state)
+
+
 def producer_state(stages: int):
     """Where a producer of a pipeline starts."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)

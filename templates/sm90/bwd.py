@@ -751,7 +751,7 @@ class SageBwdSm90(AttnTemplate):
         if const_expr(self.config.packed_ds):
             packed = cute.make_rmem_tensor(cute.size(ops.ds_words), Int32)
         bwd_scores.gradients(acc_dP, packed, difference, visible)
-        pipes.codes.consumer_release(now)
+        loading.release(pipes.codes, now)
         warpgroup.wait_group(1)
         bwd_scores.multiply(ops.p_bf16, acc_dP if packed is None else packed, ops.ds_words)
         if const_expr(not first):
@@ -942,7 +942,7 @@ class SageBwdSm90(AttnTemplate):
             )
         else:
             bwd_int8.pack(ds, ops.ds_words, BFloat16)
-        pipes.codes.consumer_release(now)
+        loading.release(pipes.codes, now)
         if const_expr(not self.one_dout):
             pipes.values.consumer_wait(now)
         if const_expr(not self.int8_dv):
@@ -950,7 +950,7 @@ class SageBwdSm90(AttnTemplate):
         if const_expr(not self.int8_dk):
             self.issue_dk(ops, acc_dK, now, fence=True)
         bwd_int8.run(jobs)
-        pipes.values.consumer_release(now)
+        loading.release(pipes.values, now)
 
     def job(self, more, which, mma, acc, x, a, words, stage):
         """Quantizes P or dS, and says what its product is."""

@@ -557,7 +557,7 @@ class SageBwdDqSm90(AttnTemplate):
         warpgroup.wait_group(0 if first else 1)
         difference = partial(self.difference, ops, of_v)
         bwd_scores.gradients(acc_dP, packed, difference, visible)
-        pipes.codes.consumer_release(now)
+        loading.release(pipes.codes, now)
         warpgroup.wait_group(0)
         bwd_scores.multiply(p, acc_dP if packed is None else packed, ops.ds_words)
         if const_expr(not first):
@@ -684,7 +684,7 @@ class SageBwdDqSm90(AttnTemplate):
         warpgroup.wait_group(0)
         p = cute.recast_tensor(acc_S, Float32)
         bwd_int8.gradients(acc_dP, p, partial(self.difference, ops, of_v), visible)
-        pipes.codes.consumer_release(now)
+        loading.release(pipes.codes, now)
         ds, at = cute.recast_tensor(acc_dP, Float32), now.index
         again = self.stages == 1
         scales = bwd_int8.quantize(ds, ops.ds_words, more.groups, more.maxima[None, at], again)
@@ -694,7 +694,7 @@ class SageBwdDqSm90(AttnTemplate):
         bwd_int8.run(
             [bwd_int8.Job(ops.mmas[2], acc_dQ, ops.ds, b, scales, channels, self.tile_n // 32)]
         )
-        pipes.values.consumer_release(now)
+        loading.release(pipes.values, now)
 
     @cute.jit
     def store(self, gmem, work, mma, acc, scale):

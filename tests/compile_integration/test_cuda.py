@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import sage_cute
-from sage_cute.errors import UnsupportedError
 from sage_cute.numerics import attention_reference, rel_l2
 
 pytestmark = pytest.mark.gpu
 SAGE = torch.ops.sage
-PRESETS = ("fast", "accurate", "sagebwd")
-TRAINABLE = ("fast", "accurate")
+PRESETS = ("fast", "accurate", "sagebwd", "int8")
 GRADIENTS = 7e-3  # kernels round P to bfloat16 before dS is made of it, see docs/backward-kernel.md
 TIGHT = 5e-3  # numerics.md section 5: kernel against the same quantization, 16-bit outputs
 
 
 def to_cuda(x):
-    """The same strides on the GPU."""
-    y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-    return y.copy_(x)
+    """The same strides on the GPU, shared elements too."""
+    memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).cuda()
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def poison() -> None:
@@ -48,6 +48,8 @@ def compare(tensors, policy, causal, scale=None, *, bound=TIGHT) -> None:
             assert torch.equal(a.isinf(), b.isinf())
             seen = ~b.isinf()
             torch.testing.assert_close(a[seen], b[seen], rtol=2e-6, atol=2e-5)
+        elif 0 in (tensors[0].numel(), tensors[1].numel()):
+            continue  # without keys nobody reads what Q became, nor the other way round
         elif name.endswith("codes"):
             # A mean that is summed in another order moves a code at a tie by one.
             difference = (a.int() - b.int()).abs()
@@ -104,7 +106,8 @@ def test_zeros_and_one_key(qkv, policy) -> None:
     q, k, v = map(to_cuda, qkv(head_dim=64, seqlen_k=1, dtype=torch.bfloat16))
     out = SAGE.attn(q, k, v, policy=policy)
     expected = v.repeat_interleave(2, 1).expand_as(out)
-    assert (out - expected).abs().max() <= v.abs().max() / 254 * 1.02
+    step, rounding = 1 / 254, 2.0**-8  # of a code, and of bfloat16
+    assert (out - expected).abs().max() <= v.abs().max() * (step + rounding)
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])
@@ -124,7 +127,8 @@ def test_large_magnitudes(qkv) -> None:
     k[..., 5] += 300
     v[0, 0, 7] *= 1e6
     compare((q, k, v), "fast", False)
-    compare((q * 100, k, v * 1e30), "fast", True)
+    # Sums are relative to a reference that lags, and have a MAGIC of their unit added.
+    compare((q * 100, k, v * 1e20), "fast", True)
 
 
 def test_lse_of_the_original_k(qkv) -> None:
@@ -247,7 +251,7 @@ def gradients_differ_by(tensors, dout, dlse, policy, causal, scale=None) -> dict
     return errors
 
 
-@pytest.mark.parametrize("policy", TRAINABLE)
+@pytest.mark.parametrize("policy", PRESETS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 def test_gradients(qkv, policy, causal, head_dim) -> None:
@@ -281,7 +285,7 @@ def test_gradients_of_any_strides(qkv, layout) -> None:
         assert max(gradients_differ_by(tensors, dout, None, "fast", True).values()) < GRADIENTS
 
 
-@pytest.mark.parametrize("policy", TRAINABLE)
+@pytest.mark.parametrize("policy", PRESETS)
 def test_gradients_through_autograd_compile_and_graphs(qkv, policy) -> None:
     tensors = qkv(seqlen_q=300, seqlen_k=300, head_dim=64, dtype=torch.bfloat16)
     q, k, v = (to_cuda(x).requires_grad_() for x in tensors)
@@ -304,6 +308,45 @@ def test_gradients_through_autograd_compile_and_graphs(qkv, policy) -> None:
             assert rel_l2(a.cpu(), b.cpu()) < 1e-2  # the loss around it is fused differently
 
 
+BUSY = """
+import torch
+x = torch.ones(8192, 8192, device="cuda").bfloat16()
+print("up", flush=True)
+while True:
+    for _ in range(20):
+        x @ x
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.fixture
+def busy_gpu():
+    """Another process keeps the GPU busy: kernels are interrupted at any instruction."""
+    other = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE)
+    other.stdout.readline()
+    yield
+    other.kill()
+    other.wait()
+
+
+@pytest.mark.parametrize("policy", PRESETS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_same_bits_while_processes_share_the_gpu(qkv, busy_gpu, policy, head_dim) -> None:
+    """Buffers must not be filled again before loads in flight have read them."""
+    shape = {"heads": 6, "seqlen_q": 150, "seqlen_k": 201, "head_dim": head_dim}
+    q, k, v = (to_cuda(x).requires_grad_() for x in qkv(**shape, dtype=torch.bfloat16))
+    dout = torch.randn_like(q)
+
+    def run():
+        out = SAGE.attn(q, k, v, is_causal=True, policy=policy)
+        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    want = run()
+    for _ in range(200):
+        for a, b in zip(run(), want, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_backward_waits_for_nothing_and_graphs_capture_it(qkv) -> None:
     q, k, v = map(to_cuda, qkv(seqlen_q=300, seqlen_k=300, head_dim=128, dtype=torch.bfloat16))
     saved = SAGE.attn_fwd(q, k, v, None, True, "fast")
@@ -321,16 +364,6 @@ def test_backward_waits_for_nothing_and_graphs_capture_it(qkv) -> None:
         captured = SAGE.attn_backward(dout, *arguments)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
-
-
-@pytest.mark.parametrize("policy", ["sagebwd", "int8"])
-def test_training_without_a_kernel_is_refused_before_it_starts(qkv, policy) -> None:
-    q, k, v = (to_cuda(x) for x in qkv(head_dim=64, dtype=torch.bfloat16))
-    with pytest.raises(UnsupportedError, match="dv=16bit"):
-        SAGE.attn(q.requires_grad_(), k, v, policy=policy)
-    assert "dv=16bit" in sage_cute.is_supported(q, k, v, policy=policy).reason
-    with torch.no_grad():
-        assert SAGE.attn(q, k, v, policy=policy).isfinite().all()
 
 
 def test_saved_activations_are_smaller_than_those_of_16_bit_attention(qkv) -> None:

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 import sage_cute
-from bench.dispatch import TARGET_US
 from bench.providers import providers
 from bench.report import label
 from bench.shapes import PRESETS as SHAPES
 from sage_cute.policies import PRESETS
 
 SAGE = torch.ops.sage
+BUDGET_US = {"no grad": 250.0, "forward": 320.0, "forward + backward": 1000.0}
+"""Of a call, launches included: 1.5 times what was measured on the host of an H200 (155, 202, 688).
+Whoever is bound by it takes a CUDA graph."""
 
 
 def test_33_short_sequences_and_small_batches_are_among_what_is_published() -> None:
@@ -23,9 +25,8 @@ def test_33_short_sequences_and_small_batches_are_among_what_is_published() -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", TARGET_US)
+@pytest.mark.parametrize("mode", BUDGET_US)
 def test_33_the_host_time_of_a_call_is_within_its_budget(mode) -> None:
-    """Three times what dispatcher and our Python are allowed, and 60 us: launches included."""
     q, k, v = (
         torch.randn(
             1, 2, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=mode != "no grad"
@@ -46,7 +47,7 @@ def test_33_the_host_time_of_a_call_is_within_its_budget(mode) -> None:
         for _ in range(20):
             call()
         times.append((time.perf_counter() - start) / 20 * 1e6)
-    assert min(times) < 3 * TARGET_US[mode] + 60
+    assert min(times) < BUDGET_US[mode]
 
 
 def test_34_quantization_is_inside_every_figure_that_does_not_say_otherwise() -> None:

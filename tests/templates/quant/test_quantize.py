@@ -19,13 +19,14 @@ GUARD = 4096  # bytes that must stay poisoned on each side of an output
 
 
 class Guarded:
-    """A tensor inside poisoned memory."""
+    """A tensor inside poisoned memory; codes with rows on 16 bytes, like ``empty_codes``."""
 
     def __init__(self, shape, dtype):
-        numel = math.prod(shape)
+        last = -(-shape[-1] // 16) * 16 if dtype == torch.int8 else shape[-1]
+        numel = math.prod((*shape[:-1], last))
         pad = GUARD // dtype.itemsize
         self.memory = torch.full((numel + 2 * pad,), POISON[dtype], dtype=dtype, device="cuda")
-        self.tensor = self.memory[pad : pad + numel].view(shape)
+        self.tensor = self.memory[pad : pad + numel].view(*shape[:-1], last)[..., : shape[-1]]
         self.pad = pad
 
     def assert_intact(self, name):
