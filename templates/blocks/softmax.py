@@ -24,7 +24,7 @@ from sage_cute.templates.blocks import ptx
 from sage_cute.templates.blocks.magic import HALF_MAGIC, MAGIC, MAGIC_BITS
 from sage_cute.templates.params import Rows
 
-LIMIT, HEADROOM = 64.0, 32.0
+LIMIT, HEADROOM = -8.0, 32.0
 LOWEST = -3.4028234663852886e38  # finite: exp2(-inf - LOWEST) is 0
 FLAT = 0.25
 HEAD_LOG2 = 8  # exact blocks keep P~ * 2^8 in halves: 2^8 * p_max is finite, 2^-24 not yet 0
@@ -123,7 +123,9 @@ def score_factors(rows, k_block, tops):
     factors, offsets, maxima = [], [], []
     for r, top in enumerate(tops):
         factors.append(rows.q[r] * k_block)
-        offsets.append(ptx.mul(ptx.as_float(top + MAGIC_BITS), factors[r]))
+        offset = ptx.mul(ptx.as_float(top + MAGIC_BITS), factors[r])
+        # A little more, so that no rounding brings S above m_blk.
+        offsets.append(ptx.fma(offset, Float32(2.0**-22), offset))
         maxima.append(ptx.fma(Float32(-MAGIC), factors[r], offsets[r]))
     return factors, offsets, maxima
 

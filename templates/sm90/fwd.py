@@ -30,7 +30,6 @@ from sage_cute.templates.params import (
 )
 
 PINGPONG_BARRIER = 1  # named barriers 1 .. num_consumer_wgs
-SCALE_WARPS = 3  # at most as many as there are slots
 ARCH = ARCHS["sm_90a"]
 
 
@@ -51,30 +50,30 @@ class SageFwdSm90(AttnTemplate):
         brings from behind a sequence are masked, and not stored
 
     Roles
-        warp 0            TMA: Q once a tile, K and V^T a stage each per key block
-        warp 1            scales of a key block into the stage of its K
-        warps 2, 3        nothing (they complete the warpgroup that gives up its registers)
+        warp 0            TMA: Q once a tile, K and V^T of a step into one slot
+        warps 1, 2, 3     in turns: scales of a key block into the slot of its K
         warps 4 ...       consumer warpgroups, 64 queries each
 
     Pipelines (producer -> consumer; arrivals on full, on empty)
-        Q    warp 0 -> consumers, 1 stage          1 + bytes, one a consumer warp
-        K    warps 0 and 1 -> consumers            2 + bytes, one a consumer warp
-        V    warp 0 -> consumers                   1 + bytes, one a consumer warp
+        Q    warp 0 -> consumers, 1 stage             1 + bytes, one a consumer warp
+        KV   warp 0 and a scale warp -> consumers     2 + bytes, one a consumer warp
 
     Shared memory (dim: head_dim rounded up to 32, where TMA leaves zeros)
         sQ (tile_m, dim), sK (tile_n, dim, stages), sV (dim, tile_n, stages) int8, swizzled; sKeys
         (tile_n / 8, 4, stages) half2: v_scale of the keys that a thread of place q in its quad has
-        in a column group, as p_max * v / (largest v of the block); sTile (4, stages): k of the
-        block, its largest v, whether its v are flat; barriers.
+        in a column group, as p_max * v / (largest v of the block); sTile (2, stages): k of the
+        block, its largest v / p_max, negative if its v are not flat; barriers.
 
-    A consumer's iteration on block j (blocks run from the last to 0), with ``overlap``: issue
-    S = Q K^T of block j and P V of block j + 1 -> wait for both -> one stretch of instructions that
-    the compiler mixes at will: probabilities, their codes (the next A operand) and the fold of
-    P V into O. What overlaps the products are the other warpgroups. The first iteration multiplies
-    a P of zeros. Without ``overlap``: S -> wait -> codes -> P V in slices, each waited for and
-    folded. A warpgroup takes the exact path (softmax.py) for blocks that its rows do not see whole
-    and for those whose V scales are not flat. With a window blocks run down to the first one that
-    the tile's first row sees.
+    A consumer's step on block j (blocks run from the last to 0), with ``overlap``: issue S = Q K^T
+    of block j and P V of block j + 1, whose V lies in the same slot -> S arrives: maxima -> P V
+    arrives -> the reference of the softmax moves, rarely -> one stretch of instructions that the
+    compiler mixes at will: probabilities, their codes (the next A operand) and the fold of P V
+    into O. What overlaps the products are the other warpgroups. The first step multiplies a P of
+    zeros and a V of zeros, from outside of the tensor; the last slot has no K. A slot is given back
+    one step later (``release``). Without ``overlap``: S -> wait -> codes -> P V in slices, each
+    waited for and folded. A warp takes the exact path (softmax.py) for blocks that its warpgroup's
+    rows do not see whole and for those whose V scales are not flat. With a window blocks run down
+    to the first one that the tile's first row sees.
     """
 
     family = "sm90"
@@ -89,6 +88,7 @@ class SageFwdSm90(AttnTemplate):
         self.exact_p = self.v_per_token and problem.p_scale == "per_block"
         self.slice_n = self.dim // config.pv_slices
         self.lag = int(config.overlap)  # P V is multiplied as many steps later
+        self.scale_warps = min(3, config.num_stages)
         self.early_max = config.overlap and self.dim > 64  # maxima are found while P V is in flight
         self.threads = 128 * (1 + config.num_consumer_wgs)
         self.consumer_registers = consumer_registers(config.num_consumer_wgs, ARCH)
@@ -234,7 +234,7 @@ class SageFwdSm90(AttnTemplate):
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 self.load(gmem, smem, pipes, work, tma_q, tma_k, tma_v)
-            if (warp >= 1) & (warp <= SCALE_WARPS):
+            if (warp >= 1) & (warp <= self.scale_warps):
                 self.load_scales(gmem, smem, pipes, work, warp)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
@@ -302,8 +302,8 @@ class SageFwdSm90(AttnTemplate):
 
     @cute.jit
     def load_scales(self, gmem, smem, pipes, work, warp):
-        """Warps 1 .. SCALE_WARPS: the scales of every SCALE_WARPS-th slot each."""
-        c = self.config
+        """Warps 1 to 3, in turns: the scales of a key block."""
+        c, turns = self.config, const_expr(self.scale_warps)
         lane = cute.arch.lane_idx()
         base = Int32(0)  # slots used so far
         first, last, step = self.tiles(work)
@@ -315,9 +315,10 @@ class SageFwdSm90(AttnTemplate):
             first = seqlen.padded_k(seq) if const_expr(self.v_per_token) else first
             gV = seqlen.from_index(gmem.v_scale[seq.batch, kv_head, None], first)
             slots = ptx.select(blocks.count > 0, blocks.count + self.lag, Int32(0))
-            # Turns go by slots, not by blocks: who runs ahead is never a whole ring ahead.
-            mine = (warp - 1 - base % SCALE_WARPS + SCALE_WARPS) % SCALE_WARPS
-            for i in cutlass.range(mine, slots, SCALE_WARPS, unroll=1):
+            # Turns go by slots, not by blocks, and are no more than there are slots: a warp that
+            # runs ahead is never a whole ring ahead of a barrier, where parities repeat.
+            mine = (warp - 1 - base % turns + turns) % turns
+            for i in cutlass.range(mine, slots, turns, unroll=1):
                 slot = Slot((base + i) % c.num_stages, (base + i) // c.num_stages % 2 ^ 1)
                 if i < blocks.count:
                     j = seqlen.block_of(blocks, i)
@@ -394,7 +395,11 @@ class SageFwdSm90(AttnTemplate):
             self.store(again, gmem, work, rows, acc.o, mma_qk)
 
     def release(self, pipes, slot):
-        """Gives a slot back, once for the warp."""
+        """Gives a slot back, once for the warp, when a product has read all that it held.
+
+        Its scales were read with loads, for which an arrival does not wait; the product that
+        multiplies the codes made of them does.
+        """
         ptx.arrive(pipes.kv.sync_object_empty.get_barrier(slot.index))
 
     @cute.jit
@@ -484,26 +489,36 @@ class SageFwdSm90(AttnTemplate):
                 i = i + 1
             return slot
         block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
+        before = slot
         while i < blocks.count:
             while bounded:
                 self.start_products(ops, acc, slot, wg)
                 tops = self.arrived(acc)
+                self.release_before(pipes, before, i)
                 self.whole_block(ops, rows, acc, block, slot, tops)
-                self.release(pipes, slot)
+                before = slot
                 slot = next_slot(slot, stages)
                 i = i + 1
                 block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
             for _ in cutlass.range(cutlass.min(blocks.count - i, 1), unroll=1):
                 self.start_products(ops, acc, slot, wg)
                 warpgroup.wait_group(0)
+                self.release_before(pipes, before, i)
                 j = seqlen.block_of(blocks, i)
                 self.masked_block(ops, rows, acc, block, slot, mask, j)
-                self.release(pipes, slot)
+                before = slot
                 slot = next_slot(slot, stages)
                 i = i + 1
                 block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
+        self.release(pipes, before)
         self.product(ops, pipes, rows, acc, slot)
         return next_slot(slot, stages)
+
+    @cute.jit
+    def release_before(self, pipes, before, i):
+        """Gives back the slot of the step before, if there was one."""
+        if i > 0:
+            self.release(pipes, before)
 
     def look(self, ops, pipes, mask, blocks, slot, i):
         """Waits for the slot of step i: its scales, and whether the warp takes the bounded path.
@@ -598,13 +613,15 @@ class SageFwdSm90(AttnTemplate):
             acc.s,
             rows,
             ops.p32,
-            lambda x, r: ptx.as_float(x) - (finite[r] - softmax.HEAD_LOG2),
+            lambda x, r: (ptx.as_float(x) - finite[r]) + softmax.HEAD_LOG2,
             self.key_words(ops, slot) if self.v_per_token else None,
             visible,
             self.problem.p_max,
         )
         v = ptx.as_float(ptx.as_int(block.v) & 0x7FFFFFFF)
         self.keep(rows, weights, sums, inverses, v, 2.0**-softmax.HEAD_LOG2)
+        for r in cutlass.range_constexpr(2):  # a row that sees no key takes no NaN of V's scales
+            rows.b[r] = ptx.select(maxima[r] == softmax.NEG_INF, Float32(0.0), rows.b[r])
 
     def keep(self, rows, weights, sums, inverses, v, unit: float):
         """The block's part of the row sums, and the factor of its product."""
