@@ -115,19 +115,29 @@ def tops(acc):
     return [quad_reduce(int_max(row_of(acc, r)), cutlass.max) for r in range(2)]
 
 
-def score_factors(rows, k_block, tops):
-    """Factors and offsets of ``S - m_blk = float(MAGIC + acc) * factor - offset``, without a mask.
+def score_factors(rows, k_block, tops, wide: bool):
+    """What turns integers into ``S - m_blk = float(bits of base + acc) * factor - offset``.
 
-    And the m_blk that the rounded offset stands for. Needs factors that are not negative.
+    No mask. Returns bases, factors, offsets and the rows' m_blk. Needs factors that are not
+    negative. The largest score becomes 0 exactly, however large it is. ``wide``: differences of
+    scores do not fit 2^22; then it becomes a little less than 0.
     """
-    factors, offsets, maxima = [], [], []
+    bases, factors, offsets, maxima = [], [], [], []
     for r, top in enumerate(tops):
-        factors.append(rows.q[r] * k_block)
-        offset = ptx.mul(ptx.as_float(top + MAGIC_BITS), factors[r])
-        # A little more, so that no rounding brings S above m_blk.
-        offsets.append(ptx.fma(offset, Float32(2.0**-22), offset))
-        maxima.append(ptx.fma(Float32(-MAGIC), factors[r], offsets[r]))
-    return factors, offsets, maxima
+        factor, x = rows.q[r] * k_block, ptx.as_float(top + MAGIC_BITS)
+        if wide:
+            offset = ptx.mul(x, factor)
+            offset = ptx.fma(offset, Float32(2.0**-22), offset)
+            bases.append(Int32(MAGIC_BITS))
+            maxima.append(ptx.fma(Float32(-MAGIC), factor, offset))
+        else:
+            factor = ptx.as_float(ptx.as_int(factor) & -4)  # 22 bits: exact times MAGIC
+            offset = ptx.mul(Float32(MAGIC), factor)
+            bases.append(MAGIC_BITS - top)
+            maxima.append(ptx.fma(x, factor, -offset))
+        factors.append(factor)
+        offsets.append(offset)
+    return bases, factors, offsets, maxima
 
 
 def exp2_fma(x):
@@ -141,7 +151,7 @@ def exp2_fma(x):
     return p * ptx.as_float(ptx.imad(ptx.as_int(shifted), 1 << 23, 127 << 23))
 
 
-def bounded_block(acc, rows, p32, factors, offsets, words, exp_fma_of_8: int):
+def bounded_block(acc, rows, p32, bases, factors, offsets, words, exp_fma_of_8: int):
     """Scores to codes, each as soon as its probability is known; returns the rows' sums of P~.
 
     words[j]: p_max * v_scale / (largest v_scale of the block) of the thread's keys of column group
@@ -154,7 +164,7 @@ def bounded_block(acc, rows, p32, factors, offsets, words, exp_fma_of_8: int):
             for g in (j, j + 1):
                 p = []
                 for c in range(2):
-                    x = ptx.as_float(acc[c + 2 * r + 4 * g] + MAGIC_BITS)
+                    x = ptx.as_float(acc[c + 2 * r + 4 * g] + bases[r])
                     z = ptx.fma(x, factors[r], offsets[r])
                     p.append(exp2_fma(z) if g % 8 < exp_fma_of_8 else ptx.exp2(z))
                     sums[r][c] = p[c] if sums[r][c] is None else sums[r][c] + p[c]

@@ -13,7 +13,6 @@ from sage_cute.config import ARCHS, AttnProblem, FwdTileConfig, Status, supports
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
 from sage_cute.templates.blocks import epilogue, fold, loading, ptx, seqlen, softmax
-from sage_cute.templates.blocks.magic import MAGIC_BITS
 from sage_cute.templates.blocks.scheduler import tile_coord
 from sage_cute.templates.mma import int8_sm90, wgmma
 from sage_cute.templates.params import (
@@ -572,7 +571,8 @@ class SageFwdSm90(AttnTemplate):
     @cute.jit
     def whole_block(self, ops, rows, acc, block, slot, tops):
         """Codes of a block that needs no mask; the fold of the product before."""
-        factors, offsets, maxima = softmax.score_factors(rows, block.k, tops)
+        wide = self.dim > 128
+        bases, factors, offsets, maxima = softmax.score_factors(rows, block.k, tops, wide)
         weights, offsets = softmax.weights(rows, acc.o, maxima, offsets, self.config.lazy_rescale)
         offsets = [-x for x in offsets]
         b = [ptx.mul(w, block.v) for w in weights]
@@ -584,8 +584,8 @@ class SageFwdSm90(AttnTemplate):
                 acc.s,
                 rows,
                 ops.p32,
-                lambda x, r: ptx.fma(
-                    ptx.as_float(x + MAGIC_BITS), factors[r], offsets[r] + softmax.HEAD_LOG2
+                lambda x, r: (
+                    ptx.fma(ptx.as_float(x + bases[r]), factors[r], offsets[r]) + softmax.HEAD_LOG2
                 ),
                 words,
                 None,
@@ -594,7 +594,7 @@ class SageFwdSm90(AttnTemplate):
             self.keep(rows, weights, sums, inverses, block.v, 2.0**-softmax.HEAD_LOG2)
         else:
             sums = softmax.bounded_block(
-                acc.s, rows, ops.p32, factors, offsets, words, self.config.exp_fma_of_8
+                acc.s, rows, ops.p32, bases, factors, offsets, words, self.config.exp_fma_of_8
             )
             for r in cutlass.range_constexpr(2):
                 rows.b[r] = b[r]
