@@ -6,6 +6,9 @@ only immutable bundles survive that where one branch's values must not be seen i
 
 from typing import Any, NamedTuple
 
+from cutlass import Int32
+from cutlass.cutlass_dsl import select_
+
 
 class FwdTensors(NamedTuple):
     """Whole tensors in global memory; q, k, v as (rows, columns, heads, batch)."""
@@ -34,8 +37,7 @@ class FwdPipes(NamedTuple):
     """Pipelines, by what they carry."""
 
     q: Any
-    k: Any
-    v: Any
+    kv: Any
 
 
 class FwdWork(NamedTuple):
@@ -77,11 +79,18 @@ class FwdAccumulators(NamedTuple):
     pv: Any
 
 
-class FwdStates(NamedTuple):
-    """Pipeline states of the key block before and of this one."""
+class Slot(NamedTuple):
+    """A buffer of a pipeline, and the phase that its user waits for."""
 
-    before: Any
-    now: Any
+    index: Any
+    phase: Any
+
+
+def next_slot(slot, num_stages: int):
+    """The one behind."""
+    last = slot.index == num_stages - 1
+    index = select_(last, Int32(0), slot.index + 1)
+    return Slot(Int32(index), Int32(select_(last, slot.phase ^ 1, slot.phase)))
 
 
 class FwdMask(NamedTuple):
@@ -89,7 +98,8 @@ class FwdMask(NamedTuple):
 
     first: Any  # the first key that each of its two rows sees, less its first column; or None
     end: Any  # keys below it are seen, likewise
-    whole: Any  # key blocks that all rows of its warpgroup see whole
+    start: Any  # steps from here on need no mask: all rows of its warpgroup see the block whole
+    stop: Any  # up to here; None: to the end
 
     def of_block(self, j, tile_n: int):
         """(r, column) -> whether row r sees a column of block j, counted from the thread's."""
@@ -104,13 +114,9 @@ class Rows(NamedTuple):
     """State of a thread's two rows (g and g + 8 of its warp's 16), registers of two floats."""
 
     q: Any  # q_scale * scale * log2 e
-    m: Any  # reference of the softmax, log2 units; -inf before the first visible key
+    m: Any  # reference of the softmax, log2 units; LOWEST before the first visible key
     l: Any  # this thread's part of the row sum  # noqa: E741
-    b: Any  # factor of the product in flight
-    block_m: Any  # of the block whose codes were made last: its maximum,
-    block_l: Any  # sum of P~
-    block_b: Any  # and what turns its product into P V, all relative to block_m
-    sign: Any  # int: the sign that its integers take in the fold
+    b: Any  # what turns the product that is not folded yet into P V, relative to m
     bias: Any  # what the magic numbers have added to O
 
 
@@ -118,5 +124,4 @@ class BlockScales(NamedTuple):
     """Scales of a whole key block."""
 
     k: Any
-    v: Any  # of a token: the largest
-    flat: Any  # above 0 if no v_scale is far below the largest
+    v: Any  # of a token: the largest, negative if some v_scale is far below it; over p_max

@@ -28,8 +28,8 @@ def fwd_smem_bytes(problem: AttnProblem, config: FwdTileConfig) -> int:
     """Shared memory of a CTA: Q, the stages of K, V and scales, barriers, alignment."""
     q = config.tile_m * problem.padded_dim
     kv = 2 * config.tile_n * problem.padded_dim
-    scales = config.tile_n * 2 + 16  # half a word a key; (k, v, flat) a block
-    barriers = 16 * (1 + 2 * config.num_stages)
+    scales = config.tile_n * 2 + 8  # half a word a key; (k, v) a block
+    barriers = 16 * (1 + config.num_stages)
     return q + config.num_stages * (kv + scales) + barriers + 3 * 1024
 
 

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from sage_cute.templates.blocks import ptx
+from sage_cute.templates.blocks.softmax import LOWEST
 
 
 @cute.jit
@@ -19,7 +20,7 @@ def store_output(acc_O, rows, gO, gLSE, first, seqlen_left, dtype: cutlass.Const
     for r in cutlass.range_constexpr(2):
         total = rows.l[r] + cute.arch.shuffle_sync_bfly(rows.l[r], 1)
         total = total + cute.arch.shuffle_sync_bfly(total, 2)
-        seen = rows.m[r] != Float32(float("-inf"))
+        seen = rows.m[r] != Float32(LOWEST)
         inverse = ptx.select(seen, 1.0 / total, Float32(0.0))
         row = first[0] + 8 * r
         if row < seqlen_left:

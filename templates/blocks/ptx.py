@@ -42,9 +42,35 @@ def block_index(*, loc=None, ip=None):
 
 
 @dsl_user_op
+def arrive(barrier, *, loc=None, ip=None):
+    """One arrival of the warp on an mbarrier."""
+    text = (
+        "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+    )
+    address = barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    llvm.inline_asm(
+        None,
+        [address],
+        text,
+        "r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def prmt(a, b, selector, *, loc=None, ip=None):
     """Four bytes picked out of a (0-3) and b (4-7)."""
     return _ints("prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", a, b, selector, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def opaque(x, *, loc=None, ip=None):
+    """X, of which the compiler knows nothing."""
+    return _ints("mov.b32 $0, $1;", "=r,r", x, loc=loc, ip=ip, volatile=True)
 
 
 @dsl_user_op

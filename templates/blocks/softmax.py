@@ -18,13 +18,14 @@ Probabilities are packed in pairs (c = 0, 1): a half2 word each.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from sage_cute.templates.blocks import ptx
 from sage_cute.templates.blocks.magic import HALF_MAGIC, MAGIC, MAGIC_BITS
 from sage_cute.templates.params import Rows
 
-LIMIT, HEADROOM = 64.0, 32.0
+LIMIT, HEADROOM = -8.0, 32.0
+LOWEST = -3.4028234663852886e38  # finite: exp2(-inf - LOWEST) is 0
 FLAT = 0.25
 HEAD_LOG2 = 8  # exact blocks keep P~ * 2^8 in halves: 2^8 * p_max is finite, 2^-24 not yet 0
 LEAST_TOP = 2.0**-8  # p_max / LEAST_TOP is finite in half precision
@@ -34,14 +35,12 @@ EXP2_COEFFICIENTS = (0.99999926, 0.69312181, 0.24024745, 0.05591786, 0.0095701) 
 
 def make_rows(q_scale):
     """Fresh state of a thread's two rows."""
-    kinds = {"sign": Int32}
-    rows = Rows(*(cute.make_rmem_tensor(2, kinds.get(n, Float32)) for n in Rows._fields))
+    rows = Rows(*(cute.make_rmem_tensor(2, Float32) for _ in Rows._fields))
     for r in range(2):
         rows.q[r] = q_scale[r]
-        rows.m[r] = rows.block_m[r] = Float32(NEG_INF)
-        for x in (rows.l, rows.b, rows.bias, rows.block_l, rows.block_b):
+        rows.m[r] = Float32(LOWEST)
+        for x in (rows.l, rows.b, rows.bias):
             x[r] = Float32(0.0)
-        rows.sign[r] = Int32(1)
     return rows
 
 
@@ -65,38 +64,32 @@ def int_max(values):
 
 
 @cute.jit
-def book(rows, acc_O, lazy: cutlass.Constexpr[bool]):
-    """Books the last block: its sums go into l, b is set for the fold of its product.
+def weights(rows, acc_O, maxima, offsets, lazy: cutlass.Constexpr[bool]):
+    """The rows' weights exp2(m_blk - m) of a block, m moved before where that is needed.
 
-    Moves the rows' references where that is needed; all earlier products must have been folded.
     Branches are for the warp, but each row moves or not by its own scores: what other rows hold
-    never changes a result.
+    never changes a result. ``offsets`` are returned as they are, through the branch: what is made
+    of them stays behind it, and mixes with the rest of the step.
     """
+    rise, held = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
     moves = []
     for r in cutlass.range_constexpr(2):
-        limit = rows.m[r] + (LIMIT if lazy else 0.0)
-        moves.append((rows.block_m[r] <= limit) == False)  # noqa: E712  (NaN moves too)
-    if not const_expr(lazy) or cute.arch.vote_any_sync(moves[0] | moves[1]):
+        rise[r], held[r] = maxima[r] - rows.m[r], offsets[r]
+        moves.append((rise[r] <= (LIMIT if lazy else 0.0)) == False)  # noqa: E712  (NaN moves too)
+    if cute.arch.vote_any_sync(moves[0] | moves[1]):
         for r in cutlass.range_constexpr(2):
-            risen = rows.block_m[r] + (HEADROOM if lazy else 0.0)
-            m_new = ptx.select(moves[r], risen, rows.m[r])
-            alpha = ptx.exp2(rows.m[r] - _finite(m_new))
-            alpha = ptx.select(moves[r], alpha, Float32(1.0))
+            m_new = ptx.select(moves[r], maxima[r] + (HEADROOM if lazy else 0.0), rows.m[r])
+            alpha = ptx.select(moves[r], ptx.exp2(rows.m[r] - m_new), Float32(1.0))
             rows.m[r] = m_new
-            rows.l[r] = rows.l[r] * alpha
-            rows.bias[r] = rows.bias[r] * alpha
+            rise[r] = maxima[r] - m_new
+            held[r] = offsets[r] + (m_new - m_new)  # a zero of which the compiler knows nothing
+            for x in (rows.l, rows.b, rows.bias):
+                x[r] = x[r] * alpha
             for j in cutlass.range_constexpr(cute.size(acc_O) // 4):
                 for c in cutlass.range_constexpr(2):
                     i = c + 2 * r + 4 * j
                     acc_O[i] = acc_O[i] * alpha
-    for r in cutlass.range_constexpr(2):
-        weight = ptx.exp2(rows.block_m[r] - _finite(rows.m[r]))
-        rows.l[r] = ptx.fma(rows.block_l[r], weight, rows.l[r])
-        rows.b[r] = ptx.round22(rows.block_b[r] * weight)
-
-
-def _finite(m):
-    return ptx.select(m == NEG_INF, Float32(0.0), m)
+    return [ptx.exp2(rise[r]) for r in range(2)], [held[0], held[1]]
 
 
 def scores_in_place(acc, rows, k_block, visible):
@@ -117,20 +110,34 @@ def scores_in_place(acc, rows, k_block, visible):
     return [quad_reduce(top, ptx.max_nan) for top in tops]
 
 
-def score_factors(acc, rows, k_block):
-    """Factors and offsets of ``S - m_blk = float(MAGIC + acc) * factor + offset``, without a mask.
+def tops(acc):
+    """The rows' largest integer scores."""
+    return [quad_reduce(int_max(row_of(acc, r)), cutlass.max) for r in range(2)]
 
-    And the m_blk that the rounded offset stands for. Needs factors that are not negative.
+
+def score_factors(rows, k_block, tops, wide: bool):
+    """What turns integers into ``S - m_blk = float(bits of base + acc) * factor - offset``.
+
+    No mask. Returns bases, factors, offsets and the rows' m_blk. Needs factors that are not
+    negative. The largest score becomes 0 exactly, however large it is. ``wide``: differences of
+    scores do not fit 2^22; then it becomes a little less than 0.
     """
-    factors, offsets, maxima = [], [], []
-    for r in range(2):
-        top = quad_reduce(int_max(row_of(acc, r)), cutlass.max)
-        factor = rows.q[r] * k_block
-        offset = -ptx.mul(ptx.as_float(top + MAGIC_BITS), factor)
+    bases, factors, offsets, maxima = [], [], [], []
+    for r, top in enumerate(tops):
+        factor, x = rows.q[r] * k_block, ptx.as_float(top + MAGIC_BITS)
+        if wide:
+            offset = ptx.mul(x, factor)
+            offset = ptx.fma(offset, Float32(2.0**-22), offset)
+            bases.append(Int32(MAGIC_BITS))
+            maxima.append(ptx.fma(Float32(-MAGIC), factor, offset))
+        else:
+            factor = ptx.as_float(ptx.as_int(factor) & -4)  # 22 bits: exact times MAGIC
+            offset = ptx.mul(Float32(MAGIC), factor)
+            bases.append(MAGIC_BITS - top)
+            maxima.append(ptx.fma(x, factor, -offset))
         factors.append(factor)
         offsets.append(offset)
-        maxima.append(-ptx.fma(Float32(MAGIC), factor, offset))
-    return factors, offsets, maxima
+    return bases, factors, offsets, maxima
 
 
 def exp2_fma(x):
@@ -144,23 +151,23 @@ def exp2_fma(x):
     return p * ptx.as_float(ptx.imad(ptx.as_int(shifted), 1 << 23, 127 << 23))
 
 
-def bounded_block(acc, rows, p32, factors, offsets, words, exp_fma_of_8: int):
+def bounded_block(acc, rows, p32, bases, factors, offsets, words, exp_fma_of_8: int):
     """Scores to codes, each as soon as its probability is known; returns the rows' sums of P~.
 
     words[j]: p_max * v_scale / (largest v_scale of the block) of the thread's keys of column group
     j, as half2.
     """
-    sums = [[Float32(0.0)] * 2 for _ in range(2)]
+    sums = [[None] * 2 for _ in range(2)]
     for j in range(0, cute.size(acc) // 4, 2):
         for r in range(2):
             codes = []
             for g in (j, j + 1):
                 p = []
                 for c in range(2):
-                    x = ptx.as_float(acc[c + 2 * r + 4 * g] + MAGIC_BITS)
+                    x = ptx.as_float(acc[c + 2 * r + 4 * g] + bases[r])
                     z = ptx.fma(x, factors[r], offsets[r])
                     p.append(exp2_fma(z) if g % 8 < exp_fma_of_8 else ptx.exp2(z))
-                    sums[r][c] = sums[r][c] + p[c]
+                    sums[r][c] = p[c] if sums[r][c] is None else sums[r][c] + p[c]
                 half2 = ptx.pack_halves(p[0], p[1])
                 codes.append(ptx.half2_fma(half2, words[g], Int32(HALF_MAGIC)))
             p32[r + j] = ptx.prmt(codes[0], codes[1], 0x6420)
@@ -186,10 +193,10 @@ def exact_block(acc, rows, p32, shifted, words, visible, p_max: int):
     groups = cute.size(acc) // 4
     sums, held, inverses = [], [], []
     for r in range(2):
-        parts, halves = [Float32(0.0)] * 2, []
+        parts, halves = None, []
         for j in range(groups):
             p = [ptx.exp2(shifted(acc[c + 2 * r + 4 * j], r)) for c in range(2)]
-            parts = [parts[c] + p[c] for c in range(2)]
+            parts = p if parts is None else [parts[c] + p[c] for c in range(2)]
             half2 = ptx.pack_halves(p[0], p[1])
             if words is not None:
                 half2 = ptx.half2_mul(half2, words[j])

@@ -13,7 +13,6 @@ from sage_cute.config import ARCHS, AttnProblem, FwdTileConfig, Status, supports
 from sage_cute.config.constraints import PRODUCER_REGISTERS, consumer_registers
 from sage_cute.templates.base import AttnTemplate
 from sage_cute.templates.blocks import epilogue, fold, loading, ptx, seqlen, softmax
-from sage_cute.templates.blocks.magic import MAGIC_BITS
 from sage_cute.templates.blocks.scheduler import tile_coord
 from sage_cute.templates.mma import int8_sm90, wgmma
 from sage_cute.templates.params import (
@@ -23,9 +22,10 @@ from sage_cute.templates.params import (
     FwdOperands,
     FwdPipes,
     FwdShared,
-    FwdStates,
     FwdTensors,
     FwdWork,
+    Slot,
+    next_slot,
 )
 
 PINGPONG_BARRIER = 1  # named barriers 1 .. num_consumer_wgs
@@ -49,30 +49,30 @@ class SageFwdSm90(AttnTemplate):
         brings from behind a sequence are masked, and not stored
 
     Roles
-        warp 0            TMA: Q once a tile, K and V^T a stage each per key block
-        warp 1            scales of a key block into the stage of its K
-        warps 2, 3        nothing (they complete the warpgroup that gives up its registers)
+        warp 0            TMA: Q once a tile, K and V^T of a step into one slot
+        warps 1, 2, 3     in turns: scales of a key block into the slot of its K
         warps 4 ...       consumer warpgroups, 64 queries each
 
     Pipelines (producer -> consumer; arrivals on full, on empty)
-        Q    warp 0 -> consumers, 1 stage          1 + bytes, one a consumer warp
-        K    warps 0 and 1 -> consumers            2 + bytes, one a consumer warp
-        V    warp 0 -> consumers                   1 + bytes, one a consumer warp
+        Q    warp 0 -> consumers, 1 stage             1 + bytes, one a consumer warp
+        KV   warp 0 and a scale warp -> consumers     2 + bytes, one a consumer warp
 
     Shared memory (dim: head_dim rounded up to 32, where TMA leaves zeros)
         sQ (tile_m, dim), sK (tile_n, dim, stages), sV (dim, tile_n, stages) int8, swizzled; sKeys
         (tile_n / 8, 4, stages) half2: v_scale of the keys that a thread of place q in its quad has
-        in a column group, as p_max * v / (largest v of the block); sTile (4, stages): k of the
-        block, its largest v, whether its v are flat; barriers.
+        in a column group, as p_max * v / (largest v of the block); sTile (2, stages): k of the
+        block, its largest v / p_max, negative if its v are not flat; barriers.
 
-    A consumer's iteration on block j (blocks run from the last to 0), with ``overlap``: issue
-    S = Q K^T of block j and P V of block j + 1 -> wait for both -> one stretch of instructions that
-    the compiler mixes at will: probabilities, their codes (the next A operand) and the fold of
-    P V into O. What overlaps the products are the other warpgroups. The first iteration multiplies
-    a P of zeros. Without ``overlap``: S -> wait -> codes -> P V in slices, each waited for and
-    folded. A warpgroup takes the exact path (softmax.py) for blocks that its rows do not see whole
-    and for those whose V scales are not flat. With a window blocks run down to the first one that
-    the tile's first row sees.
+    A consumer's step on block j (blocks run from the last to 0), with ``overlap``: issue S = Q K^T
+    of block j and P V of block j + 1, whose V lies in the same slot -> S arrives: maxima -> P V
+    arrives -> the reference of the softmax moves, rarely -> one stretch of instructions that the
+    compiler mixes at will: probabilities, their codes (the next A operand) and the fold of P V
+    into O. What overlaps the products are the other warpgroups. The first step multiplies a P of
+    zeros and a V of zeros, from outside of the tensor; the last slot has no K. A slot is given back
+    one step later (``release``). Without ``overlap``: S -> wait -> codes -> P V in slices, each
+    waited for and folded. A warp takes the exact path (softmax.py) for blocks that its warpgroup's
+    rows do not see whole and for those whose V scales are not flat. With a window blocks run down
+    to the first one that the tile's first row sees.
     """
 
     family = "sm90"
@@ -86,6 +86,9 @@ class SageFwdSm90(AttnTemplate):
         self.v_per_token = problem.v_scale == "per_token"
         self.exact_p = self.v_per_token and problem.p_scale == "per_block"
         self.slice_n = self.dim // config.pv_slices
+        self.lag = int(config.overlap)  # P V is multiplied as many steps later
+        self.scale_warps = min(3, config.num_stages)
+        self.early_max = config.overlap and self.dim > 64  # maxima are found while P V is in flight
         self.threads = 128 * (1 + config.num_consumer_wgs)
         self.consumer_registers = consumer_registers(config.num_consumer_wgs, ARCH)
 
@@ -133,10 +136,9 @@ class SageFwdSm90(AttnTemplate):
         @cute.struct
         class Storage:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2]
-            k_barriers: cute.struct.MemRange[cutlass.Int64, c.num_stages * 2]
-            v_barriers: cute.struct.MemRange[cutlass.Int64, c.num_stages * 2]
+            kv_barriers: cute.struct.MemRange[cutlass.Int64, c.num_stages * 2]
             keys: cute.struct.Align[cute.struct.MemRange[Int32, c.num_stages * c.tile_n // 2], 128]
-            tile: cute.struct.Align[cute.struct.MemRange[Float32, c.num_stages * 4], 128]
+            tile: cute.struct.Align[cute.struct.MemRange[Float32, c.num_stages * 2], 128]
             q: cute.struct.Align[cute.struct.MemRange[Int8, cute.cosize(layouts.q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Int8, cute.cosize(layouts.k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[Int8, cute.cosize(layouts.v)], 1024]
@@ -199,11 +201,9 @@ class SageFwdSm90(AttnTemplate):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         pipe = partial(loading.pipe, consumers=4 * c.num_consumer_wgs)
-        k_bytes = c.tile_n * self.dim
         pipes = FwdPipes(
             q=pipe(storage.q_barriers, 1, 1, tx_bytes=c.tile_m * self.dim),
-            k=pipe(storage.k_barriers, c.num_stages, 2, tx_bytes=k_bytes),
-            v=pipe(storage.v_barriers, c.num_stages, 1, tx_bytes=k_bytes),
+            kv=pipe(storage.kv_barriers, c.num_stages, 2, tx_bytes=2 * c.tile_n * self.dim),
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -212,7 +212,7 @@ class SageFwdSm90(AttnTemplate):
             k=storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner),
             v=storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner),
             keys=storage.keys.get_tensor(cute.make_layout((c.tile_n // 8, 4, c.num_stages))),
-            tile=storage.tile.get_tensor(cute.make_layout((4, c.num_stages))),
+            tile=storage.tile.get_tensor(cute.make_layout((2, c.num_stages))),
         )
         gmem = FwdTensors(
             q=mQ, k=mK, v=mV, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse
@@ -233,8 +233,8 @@ class SageFwdSm90(AttnTemplate):
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 self.load(gmem, smem, pipes, work, tma_q, tma_k, tma_v)
-            if warp == 1:
-                self.load_scales(gmem, smem, pipes, work)
+            if (warp >= 1) & (warp <= self.scale_warps):
+                self.load_scales(gmem, smem, pipes, work, warp)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(tidx - 128, gmem, smem, pipes, work, scale_log2, mma_qk, mma_pv)
@@ -270,6 +270,7 @@ class SageFwdSm90(AttnTemplate):
         c, d = self.config, self.dim
         q_state = loading.producer_state(1)
         state = loading.producer_state(c.num_stages)
+        outside = cute.ceil_div(cutlass.max(work.seqlen_k, gmem.v.shape[1]), c.tile_n)
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
             coord, seq, blocks = self.tile(index, work)
@@ -287,23 +288,23 @@ class SageFwdSm90(AttnTemplate):
                 pipes.q.producer_acquire(q_state)
                 cute.copy(tma_q, tQ, sQ, tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
                 q_state.advance()
-            for i in cutlass.range(blocks.count, unroll=1):
-                j = seqlen.block_of(blocks, i)
-                pipes.k.producer_acquire(state)
-                bar = pipes.k.producer_get_barrier(state)
-                cute.copy(tma_k, tK[None, j], sK[None, state.index], tma_bar_ptr=bar)
-                pipes.v.producer_acquire(state)
-                bar = pipes.v.producer_get_barrier(state)
-                cute.copy(tma_v, tV[None, j], sV[None, state.index], tma_bar_ptr=bar)
-                state.advance()
+                for i in cutlass.range(blocks.count + self.lag, unroll=1):
+                    pipes.kv.producer_acquire(state)
+                    bar = pipes.kv.producer_get_barrier(state)
+                    # Zeros, from outside of the tensors, for the V before and the K behind.
+                    j = seqlen.block_of(blocks, i)
+                    k = ptx.select(i < blocks.count, j, outside)
+                    v = ptx.select(i >= self.lag, j + self.lag, outside)
+                    cute.copy(tma_k, tK[None, k], sK[None, state.index], tma_bar_ptr=bar)
+                    cute.copy(tma_v, tV[None, v], sV[None, state.index], tma_bar_ptr=bar)
+                    state.advance()
 
     @cute.jit
-    def load_scales(self, gmem, smem, pipes, work):
-        """Warp 1: the scales of each key block, two keys a lane at a time."""
-        c = self.config
+    def load_scales(self, gmem, smem, pipes, work, warp):
+        """Warps 1 to 3, in turns: the scales of a key block."""
+        c, turns = self.config, const_expr(self.scale_warps)
         lane = cute.arch.lane_idx()
-        rounds = const_expr(cute.ceil_div(c.tile_n, 64))
-        state = loading.producer_state(c.num_stages)
+        base = Int32(0)  # slots used so far
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
             coord, seq, blocks = self.tile(index, work)
@@ -312,40 +313,55 @@ class SageFwdSm90(AttnTemplate):
             gK = seqlen.from_index(gmem.k_scale[seq.batch, kv_head, None], first)
             first = seqlen.padded_k(seq) if const_expr(self.v_per_token) else first
             gV = seqlen.from_index(gmem.v_scale[seq.batch, kv_head, None], first)
-            for i in cutlass.range(blocks.count, unroll=1):
-                j = seqlen.block_of(blocks, i)
-                block = cute.make_rmem_tensor(4, Float32)
-                v = cute.make_rmem_tensor(2 * rounds, Float32)
-                block[0] = gK[j]
-                block[2], block[3] = Float32(1.0), Float32(0.0)
-                if const_expr(self.v_per_token):
-                    v.fill(0.0)
-                    for t in cutlass.range_constexpr(2 * rounds):
-                        key = j * c.tile_n + 2 * (lane + 32 * (t // 2)) + t % 2
-                        if key < cutlass.min((j + 1) * c.tile_n, seq.keys):
-                            v[t] = gV[key]
-                    block[1] = cute.arch.warp_reduction_max(_largest(v))
-                    flat = cutlass.Boolean(True)
-                    for t in cutlass.range_constexpr(2 * rounds):
-                        outside = lane + 32 * (t // 2) >= c.tile_n // 2
-                        flat = flat & ((v[t] >= softmax.FLAT * block[1]) | outside)
-                    block[2] = ptx.select(cute.arch.vote_all_sync(flat), Float32(1.0), Float32(0.0))
-                else:
-                    block[1] = gV[j]
-                pipes.k.sync_object_empty.wait(state.index, state.phase)
-                if const_expr(self.v_per_token):
-                    unit = ptx.select(block[1] > 0.0, self.problem.p_max / block[1], Float32(0.0))
-                    for t in cutlass.range_constexpr(rounds):
-                        pair = lane + 32 * t
-                        if pair < c.tile_n // 2:
-                            word = ptx.pack_halves(v[2 * t] * unit, v[2 * t + 1] * unit)
-                            smem.keys[pair // 4, pair % 4, state.index] = word
-                if lane == 0:
-                    cute.autovec_copy(block, smem.tile[None, state.index])
+            slots = ptx.select(blocks.count > 0, blocks.count + self.lag, Int32(0))
+            # Turns go by slots, not by blocks, and are no more than there are slots: a warp that
+            # runs ahead is never a whole ring ahead of a barrier, where parities repeat.
+            mine = (warp - 1 - base % turns + turns) % turns
+            for i in cutlass.range(mine, slots, turns, unroll=1):
+                slot = Slot((base + i) % c.num_stages, (base + i) // c.num_stages % 2 ^ 1)
+                if i < blocks.count:
+                    j = seqlen.block_of(blocks, i)
+                    self.load_block_scales(gK, gV, smem, pipes, seq.keys, lane, j, slot)
+                else:  # the slot behind a tile's blocks has none
+                    pipes.kv.sync_object_empty.wait(slot.index, slot.phase)
                 cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(pipes.k.producer_get_barrier(state))
-                state.advance()
+                ptx.arrive(pipes.kv.producer_get_barrier(slot))
+            base = base + slots
+
+    @cute.jit
+    def load_block_scales(self, gK, gV, smem, pipes, keys, lane, j, slot):
+        """The scales of block j into a slot, two keys a lane at a time."""
+        c = self.config
+        rounds = const_expr(cute.ceil_div(c.tile_n, 64))
+        block = cute.make_rmem_tensor(2, Float32)
+        block[0] = gK[j]
+        v = cute.make_rmem_tensor(2 * rounds, Float32)
+        largest = Float32(0.0)
+        if const_expr(self.v_per_token):
+            v.fill(0.0)
+            for t in cutlass.range_constexpr(2 * rounds):
+                key = j * c.tile_n + 2 * (lane + 32 * (t // 2)) + t % 2
+                if key < cutlass.min((j + 1) * c.tile_n, keys):
+                    v[t] = gV[key]
+            largest = cute.arch.warp_reduction_max(_largest(v))
+            flat = cutlass.Boolean(True)
+            for t in cutlass.range_constexpr(2 * rounds):
+                outside = lane + 32 * (t // 2) >= c.tile_n // 2
+                flat = flat & ((v[t] >= softmax.FLAT * largest) | outside)
+            unit = largest * (1.0 / self.problem.p_max)
+            block[1] = ptx.select(cute.arch.vote_all_sync(flat), unit, -unit)
+        else:
+            block[1] = gV[j] * (1.0 / self.problem.p_max)
+        pipes.kv.sync_object_empty.wait(slot.index, slot.phase)
+        if const_expr(self.v_per_token):
+            unit = ptx.select(largest > 0.0, self.problem.p_max / largest, Float32(0.0))
+            for t in cutlass.range_constexpr(rounds):
+                pair = lane + 32 * t
+                if pair < c.tile_n // 2:
+                    word = ptx.pack_halves(v[2 * t] * unit, v[2 * t + 1] * unit)
+                    smem.keys[pair // 4, pair % 4, slot.index] = word
+        if lane == 0:
+            cute.autovec_copy(block, smem.tile[None, slot.index])
 
     @cute.jit
     def consume(self, tidx, gmem, smem, pipes, work, scale_log2, mma_qk, mma_pv):
@@ -354,15 +370,14 @@ class SageFwdSm90(AttnTemplate):
         wg = cute.arch.make_warp_uniform(tidx // 128)
         ops = self.operands(tidx, wg, smem, mma_qk, mma_pv)
         q_state = loading.consumer_state(1)
-        state = loading.consumer_state(c.num_stages)
-        before = state.clone()
+        slot = Slot(Int32(0), Int32(0))
         if const_expr(c.pingpong):  # noqa: SIM102
             if wg == c.num_consumer_wgs - 1:
                 cute.arch.barrier_arrive(barrier_id=PINGPONG_BARRIER, number_of_threads=256)
         first, last, step = self.tiles(work)
         for index in cutlass.range(first, last, step, unroll=1):
             coord, seq, blocks = self.tile(index, work)
-            rows, mask = self.start_rows(ops, gmem, seq, coord, wg, scale_log2)
+            rows, mask = self.start_rows(ops, gmem, seq, coord, wg, scale_log2, blocks)
             acc = FwdAccumulators(
                 o=cute.make_rmem_tensor(self.dim // 2, Float32),
                 s=cute.make_rmem_tensor(ops.s_shape, Int32),
@@ -372,23 +387,22 @@ class SageFwdSm90(AttnTemplate):
             _clear(ops.p32)
             if blocks.count > 0:
                 pipes.q.consumer_wait(q_state)
-                for i in cutlass.range(blocks.count, unroll=1):
-                    states = FwdStates(before, state)
-                    self.step(
-                        ops, pipes, rows, acc, states, wg, mask, i, seqlen.block_of(blocks, i)
-                    )
-                    before = state.clone()
-                    state.advance()
-                if const_expr(c.overlap):
-                    pipes.v.consumer_wait(before)
-                    self.product(ops, pipes, rows, acc, before)
+                slot = self.walk(ops, pipes, rows, acc, wg, mask, blocks, slot)
                 pipes.q.consumer_release(q_state)
                 q_state.advance()
             again = index if const_expr(c.persistent) else ptx.block_index()
             self.store(again, gmem, work, rows, acc.o, mma_qk)
 
+    def release(self, pipes, slot):
+        """Gives a slot back, once for the warp, when a product has read all that it held.
+
+        Its scales were read with loads, for which an arrival does not wait; the product that
+        multiplies the codes made of them does.
+        """
+        ptx.arrive(pipes.kv.sync_object_empty.get_barrier(slot.index))
+
     @cute.jit
-    def start_rows(self, ops, gmem, seq: cutlass.Constexpr, coord, wg, scale_log2):
+    def start_rows(self, ops, gmem, seq: cutlass.Constexpr, coord, wg, scale_log2, blocks):
         """State of the thread's rows, and what they see."""
         block_q = const_expr(self.problem.block_q)
         q_scale = cute.make_rmem_tensor(2, Float32)
@@ -409,7 +423,12 @@ class SageFwdSm90(AttnTemplate):
         if scale_log2 < 0.0:  # the largest integer score is not the largest score
             count = Int32(0)
         first = first if const_expr(seq.left is not None) else None
-        return softmax.make_rows(q_scale), FwdMask(first, end, whole._replace(count=count))
+        # Steps from ``start`` on, and before ``stop`` if there is one, need no mask.
+        last = blocks.first + blocks.count
+        start, stop = cute.arch.make_warp_uniform(last - (whole.first + count)), None
+        if const_expr(seq.left is not None):
+            stop = last - whole.first
+        return softmax.make_rows(q_scale), FwdMask(first, end, start, stop)
 
     @cute.jit
     def store(self, index, gmem, work, rows, acc_O, mma_qk):
@@ -453,115 +472,187 @@ class SageFwdSm90(AttnTemplate):
         )
 
     @cute.jit
-    def step(self, ops, pipes, rows, acc, states, wg, mask, i, j):
-        """The i-th block of a tile, block j of the keys."""
-        c, now = self.config, states.now
-        k_arrived = pipes.k.consumer_try_wait(now)
-        if const_expr(c.overlap):  # noqa: SIM102
-            if i > 0:
-                pipes.v.consumer_wait(states.before)
-        pipes.k.consumer_wait(now, k_arrived)
+    def walk(self, ops, pipes, rows, acc, wg, mask, blocks, slot):
+        """All blocks of a tile; returns the next tile's first slot.
+
+        With overlap in runs of blocks that take the bounded path and of those that do not: a loop
+        of its own without the other path is what ptxas schedules well.
+        """
+        stages = self.config.num_stages
+        i = Int32(0)
+        if const_expr(not self.config.overlap):
+            while i < blocks.count:
+                block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
+                self.step(ops, pipes, rows, acc, wg, mask, blocks, slot, block, bounded, i)
+                slot = next_slot(slot, stages)
+                i = i + 1
+            return slot
+        block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
+        before = slot
+        while i < blocks.count:
+            while bounded:
+                self.start_products(ops, acc, slot, wg)
+                tops = self.arrived(acc)
+                self.release_before(pipes, before, i)
+                self.whole_block(ops, rows, acc, block, slot, tops)
+                before = slot
+                slot = next_slot(slot, stages)
+                i = i + 1
+                block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
+            for _ in cutlass.range(cutlass.min(blocks.count - i, 1), unroll=1):
+                self.start_products(ops, acc, slot, wg)
+                warpgroup.wait_group(0)
+                self.release_before(pipes, before, i)
+                j = seqlen.block_of(blocks, i)
+                self.masked_block(ops, rows, acc, block, slot, mask, j)
+                before = slot
+                slot = next_slot(slot, stages)
+                i = i + 1
+                block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
+        self.release(pipes, before)
+        self.product(ops, pipes, rows, acc, slot)
+        return next_slot(slot, stages)
+
+    @cute.jit
+    def release_before(self, pipes, before, i):
+        """Gives back the slot of the step before, if there was one."""
+        if i > 0:
+            self.release(pipes, before)
+
+    def look(self, ops, pipes, mask, blocks, slot, i):
+        """Waits for the slot of step i: its scales, and whether the warp takes the bounded path.
+
+        Of the slot behind the last block nothing is used.
+        """
+        pipes.kv.consumer_wait(slot)
+        block = self.block_scales(ops, slot)
+        bounded = (i >= mask.start) & (ptx.as_int(block.v) >= 0) & (i < blocks.count)
+        if const_expr(mask.stop is not None):
+            bounded = bounded & (i < mask.stop)
+        return block, cute.arch.vote_all_sync(bounded)
+
+    @cute.jit
+    def start_products(self, ops, acc, slot, wg):
+        """S of this block and (with overlap) P V of the one before: in flight."""
+        c = self.config
         if const_expr(c.pingpong):
             cute.arch.barrier(barrier_id=PINGPONG_BARRIER + wg, number_of_threads=256)
-        k = ops.k[None, None, None, now.index]
+        k = ops.k[None, None, None, slot.index]
         wgmma.issue(ops.mma_qk, acc.s, self.dim // 32, ops.q, k)
         if const_expr(c.overlap):
-            self.issue_product(ops, acc, 0, states.before, fence=False)
+            self.issue_product(ops, acc, 0, slot, fence=False)
         if const_expr(c.pingpong):
             other = (wg + 1) % c.num_consumer_wgs
             cute.arch.barrier_arrive(barrier_id=PINGPONG_BARRIER + other, number_of_threads=256)
-        block = self.block_scales(ops, now)
-        if const_expr(c.overlap):
-            # Its branch is here, where ptxas finds nothing to move across it.
-            softmax.book(rows, acc.o, c.lazy_rescale)
-        # Waits stay out of branches, where ptxas would serialize all products.
-        warpgroup.wait_group(0)
-        if const_expr(c.overlap):  # noqa: SIM102
-            if i > 0:
-                pipes.v.consumer_release(states.before)
-        whole = j < mask.whole.first + mask.whole.count
-        if const_expr(not isinstance(mask.whole.first, int)):
-            whole = whole & (j >= mask.whole.first)
-        bounded = whole & (block.flat > 0.0)
-        if cute.arch.vote_all_sync(bounded):
-            self.whole_block(ops, rows, acc, block, now)
-        else:
-            self.masked_block(ops, rows, acc, block, now, mask, j)
-        loading.release(pipes.k, now)
-        if const_expr(not c.overlap):
-            pipes.v.consumer_wait(now)
-            self.product(ops, pipes, rows, acc, now)
 
-    def whole_block(self, ops, rows, acc, block, state):
+    def arrived(self, acc):
+        """Waits for the products; the rows' largest integer scores."""
+        if self.early_max:
+            warpgroup.wait_group(1)
+            tops = softmax.tops(acc.s)
+            warpgroup.wait_group(0)
+            return tops
+        warpgroup.wait_group(0)
+        return softmax.tops(acc.s)
+
+    @cute.jit
+    def step(self, ops, pipes, rows, acc, wg, mask, blocks, slot, block, bounded, i):
+        """A block without overlap."""
+        self.start_products(ops, acc, slot, wg)
+        warpgroup.wait_group(0)  # not in a branch, where ptxas would serialize all products
+        if bounded:
+            self.whole_block(ops, rows, acc, block, slot, softmax.tops(acc.s))
+        else:
+            self.masked_block(
+                ops, rows, acc, block, slot, mask, seqlen.block_of(blocks, ptx.opaque(i))
+            )
+        self.product(ops, pipes, rows, acc, slot)
+
+    @cute.jit
+    def whole_block(self, ops, rows, acc, block, slot, tops):
         """Codes of a block that needs no mask; the fold of the product before."""
-        factors, offsets, maxima = softmax.score_factors(acc.s, rows, block.k)
-        if self.config.overlap:
-            fold.begin_fold(rows)
-            fold.fold(acc.o, acc.pv, rows, range(self.slice_n // 8))
-        words = self.key_words(ops, state)
-        if self.exact_p:
+        wide = self.dim > 128
+        bases, factors, offsets, maxima = softmax.score_factors(rows, block.k, tops, wide)
+        weights, offsets = softmax.weights(rows, acc.o, maxima, offsets, self.config.lazy_rescale)
+        offsets = [-x for x in offsets]
+        b = [ptx.mul(w, block.v) for w in weights]
+        if const_expr(self.config.overlap):
+            self.fold_product(rows, acc)
+        words = self.key_words(ops, slot)
+        if const_expr(self.exact_p):
             sums, inverses = softmax.exact_block(
                 acc.s,
                 rows,
                 ops.p32,
-                lambda x, r: ptx.fma(
-                    ptx.as_float(x + MAGIC_BITS), factors[r], offsets[r] + softmax.HEAD_LOG2
+                lambda x, r: (
+                    ptx.fma(ptx.as_float(x + bases[r]), factors[r], offsets[r]) + softmax.HEAD_LOG2
                 ),
                 words,
                 None,
                 self.problem.p_max,
             )
-            self.keep(rows, maxima, sums, inverses, block, 2.0**-softmax.HEAD_LOG2)
+            self.keep(rows, weights, sums, inverses, block.v, 2.0**-softmax.HEAD_LOG2)
         else:
             sums = softmax.bounded_block(
-                acc.s, rows, ops.p32, factors, offsets, words, self.config.exp_fma_of_8
+                acc.s, rows, ops.p32, bases, factors, offsets, words, self.config.exp_fma_of_8
             )
-            self.keep(rows, maxima, sums, [Float32(1.0)] * 2, block, 1.0)
+            for r in cutlass.range_constexpr(2):
+                rows.b[r] = b[r]
+                rows.l[r] = ptx.fma(sums[r], weights[r], rows.l[r])
 
-    def masked_block(self, ops, rows, acc, block, state, mask, j):
+    @cute.jit
+    def masked_block(self, ops, rows, acc, block, slot, mask, j):
         """The same for a block that needs a mask, or whose V scales differ much."""
         visible = mask.of_block(j, self.config.tile_n)
         maxima = softmax.scores_in_place(acc.s, rows, block.k, visible)
-        if self.config.overlap:
-            fold.begin_fold(rows)
-            fold.fold(acc.o, acc.pv, rows, range(self.slice_n // 8))
+        weights, _ = softmax.weights(rows, acc.o, maxima, maxima, self.config.lazy_rescale)
+        if const_expr(self.config.overlap):
+            self.fold_product(rows, acc)
         finite = [ptx.select(m == softmax.NEG_INF, Float32(0.0), m) for m in maxima]
         sums, inverses = softmax.exact_block(
             acc.s,
             rows,
             ops.p32,
-            lambda x, r: ptx.as_float(x) - (finite[r] - softmax.HEAD_LOG2),
-            self.key_words(ops, state) if self.v_per_token else None,
+            lambda x, r: (ptx.as_float(x) - finite[r]) + softmax.HEAD_LOG2,
+            self.key_words(ops, slot) if self.v_per_token else None,
             visible,
             self.problem.p_max,
         )
-        self.keep(rows, maxima, sums, inverses, block, 2.0**-softmax.HEAD_LOG2)
+        v = ptx.as_float(ptx.as_int(block.v) & 0x7FFFFFFF)
+        self.keep(rows, weights, sums, inverses, v, 2.0**-softmax.HEAD_LOG2)
+        for r in cutlass.range_constexpr(2):  # a row that sees no key takes no NaN of V's scales
+            rows.b[r] = ptx.select(maxima[r] == softmax.NEG_INF, Float32(0.0), rows.b[r])
 
-    def keep(self, rows, maxima, sums, inverses, block, unit: float):
-        """What is to be booked of a block, once its product has been issued."""
-        v = block.v * (1.0 / self.problem.p_max)
+    def keep(self, rows, weights, sums, inverses, v, unit: float):
+        """The block's part of the row sums, and the factor of its product."""
+        scale = unit if self.v_per_token else 1.0
         for r in range(2):
-            rows.block_m[r] = maxima[r]
-            rows.block_l[r] = sums[r] * unit
-            scaled = inverses[r] * unit if self.v_per_token else inverses[r]
-            rows.block_b[r] = scaled * v
+            rows.b[r] = ptx.mul(weights[r], inverses[r] * scale * v)
+        for r in range(2):
+            rows.l[r] = ptx.fma(sums[r] * unit, weights[r], rows.l[r])
 
-    def issue_product(self, ops, acc, n, state, fence=True):
+    def fold_product(self, rows, acc):
+        """The whole product that has arrived into O."""
+        signs, factors = fold.begin_fold(rows)
+        fold.fold(acc.o, acc.pv, signs, factors, range(self.slice_n // 8))
+
+    def issue_product(self, ops, acc, n, slot, fence=True):
         """Starts column slice n of P V."""
-        v = ops.v[n][None, None, None, state.index]
+        v = ops.v[n][None, None, None, slot.index]
         wgmma.issue(ops.mma_pv, acc.pv, self.config.tile_n // 32, ops.p, v, fence)
 
-    def product(self, ops, pipes, rows, acc, state):
-        """P V of the block whose codes were just made, slice after slice, folded at once."""
+    @cute.jit
+    def product(self, ops, pipes, rows, acc, slot):
+        """P V of the block whose codes were made last, slice after slice, folded at once."""
         groups = self.slice_n // 8
-        for n in range(self.config.pv_slices):
-            self.issue_product(ops, acc, n, state)
-            if n == 0:
-                softmax.book(rows, acc.o, self.config.lazy_rescale)
-                fold.begin_fold(rows)
+        self.issue_product(ops, acc, 0, slot)
+        signs, factors = fold.begin_fold(rows)
+        for n in cutlass.range_constexpr(self.config.pv_slices):
+            if const_expr(n > 0):
+                self.issue_product(ops, acc, n, slot)
             warpgroup.wait_group(0)
-            fold.fold(acc.o, acc.pv, rows, range(groups), n * groups)
-        pipes.v.consumer_release(state)
+            fold.fold(acc.o, acc.pv, signs, factors, range(groups), n * groups)
+        self.release(pipes, slot)
 
     def key_words(self, ops, state):
         """V's scales in the block, half2 for each column group of the thread."""
@@ -579,9 +670,9 @@ class SageFwdSm90(AttnTemplate):
 
     def block_scales(self, ops, state):
         """Scales of the whole key block."""
-        four = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(ops.tile[None, state.index], four)
-        return BlockScales(k=four[0], v=four[1], flat=four[2])
+        two = cute.make_rmem_tensor(2, Float32)
+        cute.autovec_copy(ops.tile[None, state.index], two)
+        return BlockScales(k=two[0], v=two[1])
 
 
 def _clear(x):
