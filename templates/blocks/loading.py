@@ -3,8 +3,10 @@
 from functools import partial
 
 import cutlass.cute as cute
-from cutlass import const_expr, pipeline
+from cutlass import pipeline
 from cutlass.cute.nvgpu import cpasync
+
+from sage_cute.templates.blocks import ptx
 
 
 def rows_first(t):
@@ -60,18 +62,15 @@ def free(pipe, state):
     if ARRIVALS == 1:
         pipe.consumer_release(state)
     else:
-        cute.arch.mbarrier_arrive(pipe.sync_object_empty.get_barrier(state.index))
+        arrive(pipe.sync_object_empty.get_barrier(state.index))
 
 
-@cute.jit
 def arrive(barrier):
-    """Tells that this warp's stores are done."""
-    cute.arch.sync_warp()
-    if const_expr(ARRIVALS > 1):
-        cute.arch.mbarrier_arrive(barrier)
+    """An arrival of the warp."""
+    if ARRIVALS == 1:
+        ptx.arrive(barrier)
     else:
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(barrier)
+        cute.arch.mbarrier_arrive(barrier)
 
 
 def producer_state(stages: int):

@@ -560,6 +560,7 @@ class SageBwdSm90(AttnTemplate):
                     if lane + 32 * t < c.tile_m // 2:
                         at = lane + 32 * t, state.index
                         self.store_statistics(smem.stats, loaded, k_scale, row + 64 * t, last, at)
+                cute.arch.sync_warp()
                 loading.arrive(pipes.codes.producer_get_barrier(state))
                 state.advance()
 

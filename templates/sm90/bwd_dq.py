@@ -427,6 +427,7 @@ class SageBwdDqSm90(AttnTemplate):
                 if at < self.tile_n:
                     smem.stats[at, 0, state.index] = k
                     smem.stats[at, 1, state.index] = v
+            cute.arch.sync_warp()
             loading.arrive(pipes.codes.producer_get_barrier(state))
             state.advance()
 

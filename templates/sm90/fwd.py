@@ -325,7 +325,7 @@ class SageFwdSm90(AttnTemplate):
                 else:  # the slot behind a tile's blocks has none
                     pipes.kv.sync_object_empty.wait(slot.index, slot.phase)
                 cute.arch.sync_warp()
-                ptx.arrive(pipes.kv.producer_get_barrier(slot))
+                loading.arrive(pipes.kv.producer_get_barrier(slot))
             base = base + slots
 
     @cute.jit
@@ -388,7 +388,7 @@ class SageFwdSm90(AttnTemplate):
             if blocks.count > 0:
                 pipes.q.consumer_wait(q_state)
                 slot = self.walk(ops, pipes, rows, acc, wg, mask, blocks, slot)
-                pipes.q.consumer_release(q_state)
+                loading.free(pipes.q, q_state)
                 q_state.advance()
             again = index if const_expr(c.persistent) else ptx.block_index()
             self.store(again, gmem, work, rows, acc.o, mma_qk)
@@ -399,7 +399,7 @@ class SageFwdSm90(AttnTemplate):
         Its scales were read with loads, for which an arrival does not wait; the product that
         multiplies the codes made of them does.
         """
-        ptx.arrive(pipes.kv.sync_object_empty.get_barrier(slot.index))
+        loading.arrive(pipes.kv.sync_object_empty.get_barrier(slot.index))
 
     @cute.jit
     def start_rows(self, ops, gmem, seq: cutlass.Constexpr, coord, wg, scale_log2, blocks):
