@@ -70,6 +70,19 @@ def test_absent_and_failing_providers_say_why() -> None:
     assert all(p.why_not for p in providers([], "cpu") if p.name != "SDPA math")
 
 
+def test_one_that_fails_when_called_again_loses_its_row_only() -> None:
+    calls = iter(range(100))
+
+    def once(x, shape):
+        if next(calls):
+            raise RuntimeError("modified in place")
+        return right(x, shape)
+
+    rows = measure(SHAPE, ["fwd"], [Provider("once", once), Provider("right", right)], ARGS)
+    assert "modified in place" in rows[0]["skipped"] and rows[0]["ms"] is None
+    assert rows[1]["ms"] > 0
+
+
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwd_bwd"])
 def test_operations_are_the_usual_count(mode) -> None:
     full = Shape(2, 3, 3, 64, 32, False)
