@@ -6,9 +6,6 @@ only immutable bundles survive that where one branch's values must not be seen i
 
 from typing import Any, NamedTuple
 
-from cutlass import Int32
-from cutlass.cutlass_dsl import select_
-
 
 class FwdTensors(NamedTuple):
     """Whole tensors in global memory; q, k, v as (rows, columns, heads, batch)."""
@@ -77,20 +74,6 @@ class FwdAccumulators(NamedTuple):
     o: Any
     s: Any
     pv: Any
-
-
-class Slot(NamedTuple):
-    """A buffer of a pipeline, and the phase that its user waits for."""
-
-    index: Any
-    phase: Any
-
-
-def next_slot(slot, num_stages: int):
-    """The one behind."""
-    last = slot.index == num_stages - 1
-    index = select_(last, Int32(0), slot.index + 1)
-    return Slot(Int32(index), Int32(select_(last, slot.phase ^ 1, slot.phase)))
 
 
 class FwdMask(NamedTuple):

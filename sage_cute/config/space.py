@@ -42,24 +42,27 @@ class Space(Generic[P, C]):
         found = dict.fromkeys((default,))
         for choice in itertools.product(*self._values(default).values()):
             config = self._with(default, dict(zip(self.axes, choice, strict=True)))
-            if not self.why_not(problem, config, arch):
+            if not self._why_not(problem, config, default, arch):
                 found[config] = None
         return list(found)
 
     def neighbours(self, problem: P, config: C, arch: Arch = ARCHS["sm_90a"]) -> list[C]:
         """The configurations that can run and differ from one along a single axis."""
+        default = self.default(problem)
         around = (
             self._with(config, {axis: value})
-            for axis, values in self._values(self.default(problem)).items()
+            for axis, values in self._values(default).items()
             for value in values
         )
-        found = dict.fromkeys(c for c in around if not self.why_not(problem, c, arch))
+        found = dict.fromkeys(c for c in around if not self._why_not(problem, c, default, arch))
         found.pop(config, None)
         return list(found)
 
     def why_not(self, problem: P, config: C, arch: Arch = ARCHS["sm_90a"]) -> str:
         """The reason why a configuration (of a table, say) may not be used; empty if it may."""
-        default = self.default(problem)
+        return self._why_not(problem, config, self.default(problem), arch)
+
+    def _why_not(self, problem: P, config: C, default: C, arch: Arch) -> str:
         for name in self.fixed:
             if getattr(config, name) != getattr(default, name):
                 return f"{name}={getattr(config, name)}: the results would be other ones"

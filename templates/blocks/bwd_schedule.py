@@ -129,13 +129,6 @@ def ragged_key_span(m_block, seq, *, tile_m: int, tile_n: int, stages: int):
     return Span(low + num_tiles - 1, num_tiles, num_groups, front + tail, tail)
 
 
-class Slot(NamedTuple):
-    """A buffer of a pipeline: what a pipeline state is, with an index known at compile time."""
-
-    index: int
-    phase: Int32
-
-
 def visible_rows(seqlen_q, seqlen_k, *, causal: bool):
     """How many queries see a key."""
     return cutlass.min(seqlen_q, seqlen_k) if const_expr(causal) else seqlen_q

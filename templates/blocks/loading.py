@@ -1,9 +1,10 @@
 """TMA copies of tiles, and the pipelines that they fill."""
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import pipeline
+from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from sage_cute.templates.blocks import ptx
@@ -81,3 +82,21 @@ def producer_state(stages: int):
 def consumer_state(stages: int):
     """Where a consumer of a pipeline starts."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+
+
+class Slot(NamedTuple):
+    """A buffer of a pipeline, and the phase that its user waits for: a pipeline state.
+
+    Its index may be known at compile time, and with it all addresses that products take.
+    """
+
+    index: Any
+    phase: Any
+
+
+def next_slot(slot, num_stages: int):
+    """The one behind."""
+    last = slot.index == num_stages - 1
+    return Slot(
+        ptx.select(last, Int32(0), slot.index + 1), ptx.select(last, slot.phase ^ 1, slot.phase)
+    )

@@ -31,7 +31,6 @@ from sage_cute.templates.blocks.bwd_params import (
 )
 from sage_cute.templates.blocks.bwd_schedule import (
     BEYOND,
-    Slot,
     bwd_tile,
     first_query,
     group_at,
@@ -699,7 +698,7 @@ class SageBwdSm90(AttnTemplate):
                 walk(g, phase, False, False)
                 phase = phase ^ 1
             warpgroup.fence()
-            last = Slot(c.num_stages - 1, phase)
+            last = loading.Slot(c.num_stages - 1, phase)
             self.issue_dk(ops, acc_dK, last)
             warpgroup.wait_group(0)
             loading.free(pipes.values, last)
@@ -710,7 +709,7 @@ class SageBwdSm90(AttnTemplate):
         """Steps on a group of tiles, as many as there are buffers."""
         stages = self.config.num_stages
         for n in range(stages):
-            before, now = Slot((n - 1) % stages, phase), Slot(n, phase)
+            before, now = loading.Slot((n - 1) % stages, phase), loading.Slot(n, phase)
             m = span.first + group_at(span, group) * stages + n if masked else 0
             self.step(ops, pipes, acc_dK, acc_dV, before, now, m, first and n == 0, masked)
 
@@ -923,7 +922,7 @@ class SageBwdSm90(AttnTemplate):
         stages = self.config.num_stages
         for n in range(stages):
             m = span.first + group_at(span, group) * stages + n if masked else 0
-            self.step_int8(ops, more, pipes, acc_dK, acc_dV, Slot(n, phase), m, masked)
+            self.step_int8(ops, more, pipes, acc_dK, acc_dV, loading.Slot(n, phase), m, masked)
 
     @cute.jit
     def step_int8(self, ops, more, pipes, acc_dK, acc_dV, now, m, masked: cutlass.Constexpr[bool]):

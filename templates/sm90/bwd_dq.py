@@ -31,7 +31,6 @@ from sage_cute.templates.blocks.bwd_params import (
 )
 from sage_cute.templates.blocks.bwd_schedule import (
     BEYOND,
-    Slot,
     bwd_tile,
     group_at,
     key_end,
@@ -520,7 +519,7 @@ class SageBwdDqSm90(AttnTemplate):
         for g in cutlass.range(span.num_masked, span.num_groups, unroll=1):
             walk(g, phase, False, False)
             phase = phase ^ 1
-        last = Slot(self.stages - 1, phase ^ 1)
+        last = loading.Slot(self.stages - 1, phase ^ 1)
         pipes.values.consumer_wait(last)
         warpgroup.fence()
         self.issue_dq(ops, acc_dQ, last)
@@ -531,9 +530,9 @@ class SageBwdDqSm90(AttnTemplate):
         """Steps on a group of tiles, as many as there are buffers."""
         for n in range(self.stages):
             # the last buffer of the group before had the other phase
-            before = Slot((n - 1) % self.stages, phase if n else phase ^ 1)
+            before = loading.Slot((n - 1) % self.stages, phase if n else phase ^ 1)
             j = span.first - group_at(span, group) * self.stages - n if masked else 0
-            now = Slot(n, phase)
+            now = loading.Slot(n, phase)
             self.step(ops, pipes, acc_dQ, before, now, j, first and n == 0, masked)
 
     @cute.jit
@@ -681,7 +680,7 @@ class SageBwdDqSm90(AttnTemplate):
         """Steps on a group of tiles, as many as there are buffers."""
         for n in range(self.stages):
             j = span.first - group_at(span, group) * self.stages - n if masked else 0
-            self.step_int8(ops, more, pipes, acc_dQ, Slot(n, phase), j, masked)
+            self.step_int8(ops, more, pipes, acc_dQ, loading.Slot(n, phase), j, masked)
 
     @cute.jit
     def step_int8(self, ops, more, pipes, acc_dQ, now, j, masked: cutlass.Constexpr[bool]):

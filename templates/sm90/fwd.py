@@ -24,8 +24,6 @@ from sage_cute.templates.params import (
     FwdShared,
     FwdTensors,
     FwdWork,
-    Slot,
-    next_slot,
 )
 
 PINGPONG_BARRIER = 1  # named barriers 1 .. num_consumer_wgs
@@ -318,7 +316,7 @@ class SageFwdSm90(AttnTemplate):
             # runs ahead is never a whole ring ahead of a barrier, where parities repeat.
             mine = (warp - 1 - base % turns + turns) % turns
             for i in cutlass.range(mine, slots, turns, unroll=1):
-                slot = Slot((base + i) % c.num_stages, (base + i) // c.num_stages % 2 ^ 1)
+                slot = loading.Slot((base + i) % c.num_stages, (base + i) // c.num_stages % 2 ^ 1)
                 if i < blocks.count:
                     j = seqlen.block_of(blocks, i)
                     self.load_block_scales(gK, gV, smem, pipes, seq.keys, lane, j, slot)
@@ -370,7 +368,7 @@ class SageFwdSm90(AttnTemplate):
         wg = cute.arch.make_warp_uniform(tidx // 128)
         ops = self.operands(tidx, wg, smem, mma_qk, mma_pv)
         q_state = loading.consumer_state(1)
-        slot = Slot(Int32(0), Int32(0))
+        slot = loading.Slot(Int32(0), Int32(0))
         if const_expr(c.pingpong):  # noqa: SIM102
             if wg == c.num_consumer_wgs - 1:
                 cute.arch.barrier_arrive(barrier_id=PINGPONG_BARRIER, number_of_threads=256)
@@ -484,7 +482,7 @@ class SageFwdSm90(AttnTemplate):
             while i < blocks.count:
                 block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
                 self.step(ops, pipes, rows, acc, wg, mask, blocks, slot, block, bounded, i)
-                slot = next_slot(slot, stages)
+                slot = loading.next_slot(slot, stages)
                 i = i + 1
             return slot
         block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
@@ -496,7 +494,7 @@ class SageFwdSm90(AttnTemplate):
                 self.release_before(pipes, before, i)
                 self.whole_block(ops, rows, acc, block, slot, tops)
                 before = slot
-                slot = next_slot(slot, stages)
+                slot = loading.next_slot(slot, stages)
                 i = i + 1
                 block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
             for _ in cutlass.range(cutlass.min(blocks.count - i, 1), unroll=1):
@@ -506,12 +504,12 @@ class SageFwdSm90(AttnTemplate):
                 j = seqlen.block_of(blocks, i)
                 self.masked_block(ops, rows, acc, block, slot, mask, j)
                 before = slot
-                slot = next_slot(slot, stages)
+                slot = loading.next_slot(slot, stages)
                 i = i + 1
                 block, bounded = self.look(ops, pipes, mask, blocks, slot, i)
         self.release(pipes, before)
         self.product(ops, pipes, rows, acc, slot)
-        return next_slot(slot, stages)
+        return loading.next_slot(slot, stages)
 
     @cute.jit
     def release_before(self, pipes, before, i):
