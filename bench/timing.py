@@ -1,9 +1,10 @@
 """Medians of interleaved GPU timings.
 
 Every candidate is timed in every round, so that clocks and temperature drift over all alike. A
-round queues work behind a sleeping kernel: the host is ahead before the first event, so that what
-is measured is the GPU's time. Where a call is shorter than its host side, ``graph_ms`` (replays of
-a CUDA graph) is the GPU's time and ``ms`` is not; both are reported.
+round queues work behind a call that is not timed and a sleeping kernel: the host, whose first call
+after a pause is slow, is ahead before the first event, so that what is measured is the GPU's time.
+Where a call is shorter than its host side, ``graph_ms`` (replays of a CUDA graph) is the GPU's time
+and ``ms`` is not; both are reported.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from statistics import median
 import torch
 
 Call = Callable[[], object]
-_BACKLOG_CYCLES = 2_000_000  # about 1 ms at 1.9 GHz
+_BACKLOG_CYCLES = 10_000_000  # about 5 ms at 1.9 GHz
 
 
 def _estimate(call: Call) -> float:
@@ -29,6 +30,7 @@ def _estimate(call: Call) -> float:
 
 def _round_gpu(call: Call, repeats: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
     torch.cuda._sleep(_BACKLOG_CYCLES)
     start.record()
     for _ in range(repeats):

@@ -793,6 +793,10 @@ void define() {
     def1<float, float>("lg2.approx.ftz.f32", [](float a) { return float(std::log2(double(flush(a)))); });
     def1<float, float>("lg2.approx.f32", [](float a) { return float(std::log2(double(a))); });
     def1<float, float>("rcp.approx.ftz.f32", [](float a) { return flush(float(1.0 / double(flush(a)))); });
+    def3<u32, u32, u32, u32>("dp4a.u32.u32", [](u32 a, u32 b, u32 c) {
+        for (int byte = 0; byte < 32; byte += 8) c += (a >> byte & 255) * (b >> byte & 255);
+        return c;
+    });
     def3<u32, u32, u32, u32>("prmt.b32", [](u32 a, u32 b, u32 c) { return permute(a, b, c); });
 
     handlers["elect.sync"] = elect;

@@ -100,7 +100,8 @@ class Rows(NamedTuple):
     m: Any  # reference of the softmax, log2 units; LOWEST before the first visible key
     l: Any  # this thread's part of the row sum  # noqa: E741
     b: Any  # what turns the product that is not folded yet into P V, relative to m
-    bias: Any  # what the magic numbers have added to O
+    bias: Any  # this thread's part of what V's 128s have added to O, a 128th of it
+    unit: Any  # what V's scales are multiplied with: a power of two, the warp's (one float)
 
 
 class BlockScales(NamedTuple):

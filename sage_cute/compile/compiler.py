@@ -100,13 +100,13 @@ def compile_plan(plan: CompilePlan) -> Any:
     def scales(n_heads: Any) -> Any:
         return fake(cutlass.Float32, batch, n_heads, cute.sym_int())
 
-    int8 = cutlass.Int8
+    int8, uint8 = cutlass.Int8, cutlass.Uint8
     tensors = (
         fake(int8, batch, heads, seqlen_q, d, divisible=16, align=16),
         scales(heads),
         fake(int8, batch, kv_heads, seqlen_k, d, divisible=16, align=16),
         scales(kv_heads),
-        fake(int8, batch, kv_heads, d, cute.sym_int(divisibility=128), divisible=16, align=16),
+        fake(uint8, batch, kv_heads, d, cute.sym_int(divisibility=128), divisible=16, align=16),
         scales(kv_heads),
         fake(dtype, batch, heads, seqlen_q, d, divisible=8, align=16),
         fake(cutlass.Float32, batch, heads, seqlen_q),

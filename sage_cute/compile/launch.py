@@ -71,7 +71,8 @@ def forward(
         q_scale: float32, one a query or one for ``block_q`` queries.
         k_codes: int8 (batch, kv_heads, seqlen_k, head_dim), likewise, of the smoothed K.
         k_scale: float32, one for ``block_k`` keys.
-        v_t: int8 (batch, kv_heads, head_dim, seqlen_k padded to 128), keys permuted within 16.
+        v_t: uint8 (batch, kv_heads, head_dim, seqlen_k padded to 128): 128 + code, keys permuted
+            within 16.
         v_scale: float32, one a padded key or one for ``block_k`` keys.
         out: (batch, heads, seqlen_q, head_dim), bfloat16 or float16, head_dim contiguous, rows on
             16 bytes.

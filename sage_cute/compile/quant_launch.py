@@ -126,7 +126,7 @@ def output_shapes(
         shapes["mean_partials"] = (means * kv_heads, chunks, head_dim), torch.float64
     if spec.block_v:
         groups = keys.padded() if spec.block_v == 1 else keys.groups(spec.block_v)
-        shapes["v_t"] = (batch, kv_heads, head_dim, keys.padded()), torch.int8
+        shapes["v_t"] = (batch, kv_heads, head_dim, keys.padded()), torch.uint8
         shapes["v_scale"] = (batch, kv_heads, groups), torch.float32
     return shapes
 
@@ -172,7 +172,8 @@ def quantize(
         k_codes: int8, as k, of k minus its mean if the policy smooths k.
         k_scale: float32, one a token or one a block.
         k_mean: float32 (batch, kv heads, head_dim), over finite values; an input if it is given.
-        v_t: int8 (batch, kv heads, head_dim, seqlen padded to 128), keys permuted within 16.
+        v_t: uint8 (batch, kv heads, head_dim, seqlen padded to 128): 128 + code, keys permuted
+            within 16.
         v_scale: float32, one a padded token or one a block.
         mean_partials: float64 scratch.
         v_scale_form: as for :func:`quant_spec`.
@@ -321,7 +322,7 @@ def _compile(spec: QuantSpec) -> Any:
         fake(cutlass.Float32, means if packed else batch, kv_heads, spec.head_dim, align=4)
         if mean
         else none,
-        fake(int8, batch, kv_heads, spec.head_dim, padded, divisibility=16) if v else none,
+        fake(cutlass.Uint8, batch, kv_heads, spec.head_dim, padded, divisibility=16) if v else none,
         scales(kv_heads) if v else none,
         fake(cutlass.Float64, cute.sym_int(), cute.sym_int(), spec.head_dim, align=8)
         if spec.computes_mean

@@ -1,34 +1,39 @@
-"""O += b * (P V), the integer product of one key block, in two instructions an element.
+"""O += b * (P V), the integer product of one key block, in one instruction an element.
 
-An integer x becomes MAGIC + x or MAGIC - x (one IMAD with the row's sign) and is multiplied by b of
-that sign and added in one FFMA. What the magic numbers add to O, +-b * MAGIC, is kept a row; the
-sign is chosen against the sum so far, so that the bias never exceeds one MAGIC * max b, whose
-rounding is one unit of the codes' product (1 / (p_max * 127)). It is taken off at the end.
+The bits of an integer 0 <= n < 2^23, read as float32, are exactly ``n 2^-149``: a subnormal, which
+FFMA multiplies as fast as any other number. So that P V is not negative, V comes as codes + 128
+(``quant.qkv_prologue``): 255 * 255 * 128 < 2^23. What the 128s add to O is 128 times the row's sum
+of codes, counted beside it (``rows.bias``) and taken off at the end. Both grow with the number of
+keys, where O's own sum may not: their rounding (2^-24) is 1e-4 of O at 16384 keys and flat
+attention.
+
+2^-149 would leave no room for b. So O is counted in units of 2^-149 / ``rows.unit``, a power of two
+near the inverse of the blocks' V scale, and the weights of blocks are large (``softmax.LIMIT``).
 """
 
-from cutlass import Float32, Int32
+import cutlass.cute as cute
+from cutlass import Int32
 
 from sage_cute.templates.blocks import ptx
-from sage_cute.templates.blocks.magic import MAGIC, MAGIC_BITS
 
 
-def begin_fold(rows):
-    """The rows' signs and b with these signs; books the bias."""
-    signs, factors = [], []
-    for r in range(2):
-        down = rows.bias[r] > 0.0
-        signs.append(ptx.select(down, Int32(-1), Int32(1)))
-        factors.append(ptx.select(down, -rows.b[r], rows.b[r]))
-        rows.bias[r] = ptx.fma(factors[r], Float32(MAGIC), rows.bias[r])
-    return signs, factors
-
-
-def fold(acc_O, acc_PV, signs, factors, groups, first: int = 0):
+def fold(acc_O, acc_PV, factors, groups, first: int = 0):
     """Column groups of acc_PV into acc_O, whose group ``first`` is acc_PV's group 0."""
     for j in groups:
         for r in range(2):
             for c in range(2):
                 i = c + 2 * r + 4 * j
-                x = ptx.as_float(ptx.imad(acc_PV[i], signs[r], MAGIC_BITS))
                 o = i + 4 * first
-                acc_O[o] = ptx.fma(x, factors[r], acc_O[o])
+                acc_O[o] = ptx.fma(ptx.as_float(acc_PV[i]), factors[r], acc_O[o])
+
+
+def count_bias(rows, p32):
+    """Books what the 128s will have added to O, a 128th of it, for the block whose codes p32 are.
+
+    Words 2 j + r of p32 hold codes of row r.
+    """
+    for r in range(2):
+        total = Int32(0)
+        for word in range(r, cute.size(p32), 2):
+            total = ptx.add_bytes(p32[word], total)
+        rows.bias[r] = ptx.fma(ptx.as_float(total), rows.b[r], rows.bias[r])

@@ -80,6 +80,12 @@ def imad(a, b, c, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def add_bytes(word, c, *, loc=None, ip=None):
+    """The four unsigned bytes of a word, plus c: one IDP.4A."""
+    return _ints("dp4a.u32.u32 $0, $1, 0x01010101, $2;", "=r,r,r", word, c, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def max3(a, b, c, *, loc=None, ip=None):
     """Largest of three signed integers: one VIMNMX3."""
     text = "{ .reg .s32 t; max.s32 t, $1, $2; max.s32 $0, t, $3; }"

@@ -5,7 +5,8 @@ block of keys a row has its own maximum m_blk and ``P~ = exp2(S - m_blk)`` lies 
 half precision holds it. What accumulates over blocks (l, O) is relative to a reference m that lags
 behind the running maximum: each block brings the weight exp2(m_blk - m), and m moves only where
 that could overflow, to HEADROOM above the maximum, which multiplies all that has accumulated. How
-far m lags changes nothing but rounding.
+far m lags changes nothing but rounding. HEADROOM is negative and weights are large, for the fold's
+sake (``blocks.fold``).
 
 ``P' = P~ * v`` (the key's v_scale; 1 if V has one scale a block) becomes codes ``round(P' *
 level)`` and the block contributes ``b * codes V^``. The level is p_max / (largest v_scale of the
@@ -24,7 +25,8 @@ from sage_cute.templates.blocks import ptx
 from sage_cute.templates.blocks.magic import HALF_MAGIC, MAGIC, MAGIC_BITS
 from sage_cute.templates.params import Rows
 
-LIMIT, HEADROOM = -8.0, 32.0
+LIMIT, HEADROOM = 90.0, -66.0
+LARGEST_V = 2.0**35  # in rows.unit: what weights of 2^LIMIT leave room for
 LOWEST = -3.4028234663852886e38  # finite: exp2(-inf - LOWEST) is 0
 FLAT = 0.25
 HEAD_LOG2 = 8  # exact blocks keep P~ * 2^8 in halves: 2^8 * p_max is finite, 2^-24 not yet 0
@@ -39,7 +41,7 @@ def make_rows(q_scale):
     for r in range(2):
         rows.q[r] = q_scale[r]
         rows.m[r] = Float32(LOWEST)
-        for x in (rows.l, rows.b, rows.bias):
+        for x in (rows.l, rows.b, rows.bias, rows.unit):
             x[r] = Float32(0.0)
     return rows
 
@@ -64,32 +66,50 @@ def int_max(values):
 
 
 @cute.jit
-def weights(rows, acc_O, maxima, offsets, lazy: cutlass.Constexpr[bool]):
+def weights(rows, acc_O, maxima, offsets, v, lazy: cutlass.Constexpr[bool]):
     """The rows' weights exp2(m_blk - m) of a block, m moved before where that is needed.
 
     Branches are for the warp, but each row moves or not by its own scores: what other rows hold
     never changes a result. ``offsets`` are returned as they are, through the branch: what is made
-    of them stays behind it, and mixes with the rest of the step.
+    of them stays behind it, and mixes with the rest of the step. The third result is the block's
+    V scale v in units of ``rows.unit``, which is set by the first block and moves with one that is
+    far larger.
     """
     rise, held = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+    scaled = cute.make_rmem_tensor(1, Float32)
+    scaled[0] = ptx.mul(v, rows.unit[0])
+    large = scaled[0] > LARGEST_V
     moves = []
     for r in cutlass.range_constexpr(2):
         rise[r], held[r] = maxima[r] - rows.m[r], offsets[r]
-        moves.append((rise[r] <= (LIMIT if lazy else 0.0)) == False)  # noqa: E712  (NaN moves too)
-    if cute.arch.vote_any_sync(moves[0] | moves[1]):
+        stays = rise[r] <= (LIMIT if lazy else -HEADROOM)
+        moves.append(stays == False)  # noqa: E712  (NaN moves too)
+    if cute.arch.vote_any_sync(moves[0] | moves[1] | large):
+        before = rows.unit[0]
+        fresh = before == 0.0
+        rows.unit[0] = ptx.select(large | fresh, inverse_power(v), before)
+        change = ptx.select(fresh, Float32(1.0), rows.unit[0] * ptx.rcp(before))
+        scaled[0] = ptx.mul(v, rows.unit[0])
         for r in cutlass.range_constexpr(2):
-            m_new = ptx.select(moves[r], maxima[r] + (HEADROOM if lazy else 0.0), rows.m[r])
+            m_new = ptx.select(moves[r], maxima[r] + HEADROOM, rows.m[r])
             alpha = ptx.select(moves[r], ptx.exp2(rows.m[r] - m_new), Float32(1.0))
             rows.m[r] = m_new
             rise[r] = maxima[r] - m_new
             held[r] = offsets[r] + (m_new - m_new)  # a zero of which the compiler knows nothing
-            for x in (rows.l, rows.b, rows.bias):
+            rows.l[r] = rows.l[r] * alpha
+            alpha = alpha * change
+            for x in (rows.b, rows.bias):
                 x[r] = x[r] * alpha
             for j in cutlass.range_constexpr(cute.size(acc_O) // 4):
                 for c in cutlass.range_constexpr(2):
                     i = c + 2 * r + 4 * j
                     acc_O[i] = acc_O[i] * alpha
-    return [ptx.exp2(rise[r]) for r in range(2)], [held[0], held[1]]
+    return [ptx.exp2(rise[r]) for r in range(2)], [held[0], held[1]], scaled[0]
+
+
+def inverse_power(x):
+    """2^-e of 2^e <= x < 2^(e + 1); of 0 and of subnormals 2^127."""
+    return ptx.as_float((254 << 23) - (ptx.as_int(x) & 0x7F800000))
 
 
 def scores_in_place(acc, rows, k_block, visible):
@@ -157,7 +177,7 @@ def bounded_block(acc, rows, p32, bases, factors, offsets, words, exp_fma_of_8: 
     words[j]: p_max * v_scale / (largest v_scale of the block) of the thread's keys of column group
     j, as half2.
     """
-    sums = [[None] * 2 for _ in range(2)]
+    sums = [None] * 2  # one chain a row: what ptxas makes of two is 3 % slower
     for j in range(0, cute.size(acc) // 4, 2):
         for r in range(2):
             codes = []
@@ -167,11 +187,11 @@ def bounded_block(acc, rows, p32, bases, factors, offsets, words, exp_fma_of_8: 
                     x = ptx.as_float(acc[c + 2 * r + 4 * g] + bases[r])
                     z = ptx.fma(x, factors[r], offsets[r])
                     p.append(exp2_fma(z) if g % 8 < exp_fma_of_8 else ptx.exp2(z))
-                    sums[r][c] = p[c] if sums[r][c] is None else sums[r][c] + p[c]
+                    sums[r] = p[c] if sums[r] is None else sums[r] + p[c]
                 half2 = ptx.pack_halves(p[0], p[1])
                 codes.append(ptx.half2_fma(half2, words[g], Int32(HALF_MAGIC)))
             p32[r + j] = ptx.prmt(codes[0], codes[1], 0x6420)
-    return [s[0] + s[1] for s in sums]
+    return sums
 
 
 def exact_block(acc, rows, p32, shifted, words, visible, p_max: int):

@@ -11,13 +11,16 @@ from cutlass import Int8, Int32, Uint8
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 
-def tiled_mma(num_wgs: int, n: int, *, a_in_registers: bool, a_type=Uint8):
-    """s8 x s8 from shared memory, or A of ``a_type`` in registers: 64 * num_wgs rows, n columns."""
+def tiled_mma(num_wgs: int, n: int, *, a_in_registers: bool, a_type=Uint8, b_type=Int8):
+    """s8 x s8 from shared memory, or A of ``a_type`` in registers and B of ``b_type``.
+
+    64 * num_wgs rows, n columns.
+    """
     k_major = OperandMajorMode.K
     if a_in_registers:
         return hopper.make_trivial_tiled_mma(
             a_type,
-            Int8,
+            b_type,
             k_major,
             k_major,
             Int32,

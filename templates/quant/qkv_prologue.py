@@ -15,6 +15,9 @@ from sage_cute.templates.quant.exact import BOOST, pack4, round_codes, scale_of
 from sage_cute.templates.quant.k_mean import KMean
 from sage_cute.templates.quant.spec import TILE, QuantSpec
 
+PLUS_128 = 0x80808080 - (1 << 32)
+"""Turns four int8 codes into 128 + code, as bytes without a sign."""
+
 KEYS = [(2 * q, 2 * q + 1, 8 + 2 * q, 9 + 2 * q) for q in range(4)]
 """Keys, of a group of 16, in each word of V^T: position 4q + 2b + c holds key 8b + 2q + c."""
 
@@ -68,8 +71,9 @@ class QuantizePrologue(AttnTemplate):
         mQc, mKc int8 codes, shaped as Q and K, rows on 8 bytes
         mQs, mKs float32: per token (batch, heads, seqlen), or per block (batch, heads, blocks)
         mKmean (batch, kv heads, head_dim) float32
-        mVt (batch, kv heads, head_dim, seqlen_k rounded up to 128) int8: V^T, the keys of each
-            group of 16 permuted (``KEYS``), zeros behind seqlen_k
+        mVt (batch, kv heads, head_dim, seqlen_k rounded up to 128) uint8: V^T as 128 + code
+            (``blocks.fold``), the keys of each group of 16 permuted (``KEYS``), codes of 0 behind
+            seqlen_k
         mVs float32: per token (batch, kv heads, padded seqlen_k), the scale or its log2 (behind
             seqlen_k: of a scale of 0), or per block (batch, kv heads, blocks)
         mPartial (batch * kv heads, chunks, head_dim) float64: scratch of the mean
@@ -305,7 +309,11 @@ class QuantizePrologue(AttnTemplate):
             scale = cute.math.log2(scale, approx=True)
         gScale = seqlen.from_index(mVs[seq.batch, head, None], first)
         self.store_scale(scale, gScale, end, tile, block)
-        self.stage_codes(self.encode(rX, scales, None), smem.codes)
+        codes = self.encode(rX, scales, None)
+        words = cute.recast_tensor(codes, Int32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = words[i] ^ PLUS_128
+        self.stage_codes(codes, smem.codes)
         cute.arch.sync_threads()
         gVt = seqlen.from_column(mVt[seq.batch, head, None, None], seqlen.padded_k(seq))
         self.store_transposed(gVt, tile, smem.codes)
@@ -471,10 +479,11 @@ class QuantizePrologue(AttnTemplate):
     @cute.jit
     def store_transposed(self, gVt: cute.Tensor, tile, sCodes: cute.Tensor):
         """Codes in shared memory to gVt (head_dim, tokens): 16 tokens of 4 channels a task."""
+        dtype = gVt.element_type
         tidx, _, _ = cute.arch.thread_idx()
         groups = const_expr(TILE // 16)
         tasks = const_expr(groups * self.head_dim // 4)
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int8, num_bits_per_copy=128)
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
         if tidx < tasks:
             group, quad = tidx % groups, tidx // groups
             base = group * (16 * self.pitch + 4) + quad
@@ -487,7 +496,7 @@ class QuantizePrologue(AttnTemplate):
                 out[q, 1] = ptx.prmt(low, low2, 0x7632)
                 out[q, 2] = ptx.prmt(high, high2, 0x5410)
                 out[q, 3] = ptx.prmt(high, high2, 0x7632)
-            rOut = cute.recast_tensor(out, Int8)  # (16, 4)
+            rOut = cute.recast_tensor(out, dtype)  # (16, 4)
             for channel in cutlass.range_constexpr(4):
                 at = (4 * quad + channel, tile * groups + group)
                 cute.copy(atom, rOut[None, channel], cute.local_tile(gVt, (1, 16), at)[0, None])

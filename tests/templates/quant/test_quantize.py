@@ -14,7 +14,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.emulated(slow=True)]
 
 TOKEN, PAPER = resolve("fast:k_scale=per_token"), resolve("sagebwd")
 MIXED = resolve("fast")  # scales of Q and V per token, of K per 128
-POISON = {torch.int8: -128, torch.float32: math.nan, torch.float64: math.nan}
+POISON = {
+    torch.int8: -128,
+    torch.uint8: 0,  # of V^T, which holds 128 + code
+    torch.float32: math.nan,
+    torch.float64: math.nan,
+}
 GUARD = 4096  # bytes that must stay poisoned on each side of an output
 
 
@@ -31,7 +36,7 @@ class Guarded:
 
     def assert_intact(self, name):
         for side in (self.memory[: self.pad], self.memory[len(self.memory) - self.pad :]):
-            poison = side.isnan() if side.is_floating_point() else side == -128
+            poison = side.isnan() if side.is_floating_point() else side == POISON[side.dtype]
             assert bool(poison.all()), f"{name}: written outside"
 
 
@@ -77,7 +82,7 @@ def expected(policy, q, k, v, v_scale_form="scale"):
         "q_scale": q8.scale,
         "k_codes": k8.codes,
         "k_scale": k8.scale,
-        "v_t": codes[:, :, key_order(padded)].transpose(2, 3).contiguous(),
+        "v_t": (codes.int() + 128).to(torch.uint8)[:, :, key_order(padded)].transpose(2, 3),
         "v_scale": scale,
     }
 
@@ -187,7 +192,8 @@ def test_expanded_and_odd_unit_strides():
 def test_zeros(policy):
     x = [torch.zeros_like(t) for t in inputs(1, 2, 2, 130, 130, 64)]
     got = check(policy, x)
-    assert not any(got[name].any() for name in ("q_codes", "q_scale", "k_codes", "k_scale", "v_t"))
+    assert not any(got[name].any() for name in ("q_codes", "q_scale", "k_codes", "k_scale"))
+    assert (got["v_t"] == 128).all()
     x = inputs(1, 2, 2, 300, 300, 64)
     for t in x:
         t[:, :, 10:150] = 0

@@ -48,6 +48,7 @@ def quantized(q, k, v, policy, causal=False):
     pad = -k.shape[2] % 128
     padded = torch.nn.functional.pad(v8.codes, (0, 0, 0, pad))
     index = torch.arange(padded.shape[2])
+    permuted = padded[:, :, index // 16 * 16 + ORDER[index % 16]]
     v_scale = v8.scale
     if policy.v_scale == "per_token":
         v_scale = torch.nn.functional.pad(v_scale, (0, pad))
@@ -56,7 +57,7 @@ def quantized(q, k, v, policy, causal=False):
         "q_scale": q8.scale.contiguous(),
         "k_codes": k8.codes.contiguous(),
         "k_scale": k8.scale.contiguous(),
-        "v_t": padded[:, :, index // 16 * 16 + ORDER[index % 16]].transpose(2, 3).contiguous(),
+        "v_t": (permuted.transpose(2, 3).contiguous().int() + 128).to(torch.uint8),
         "v_scale": v_scale.contiguous(),
     }
 

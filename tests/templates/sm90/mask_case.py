@@ -115,7 +115,8 @@ def sight(case):
 def poisoned(shape, dtype):
     if dtype == torch.int8:
         return empty_codes(torch.zeros((), device="cuda"), shape).fill_(77)
-    return torch.full(shape, math.nan, dtype=dtype, device="cuda")
+    value = 77 if dtype == torch.uint8 else math.nan
+    return torch.full(shape, value, dtype=dtype, device="cuda")
 
 
 def forward(case, inputs):
