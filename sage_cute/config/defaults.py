@@ -13,5 +13,7 @@ def default_fwd_config(problem: AttnProblem) -> FwdTileConfig:
         stages = 2 if problem.padded_dim == 256 else 3
         return FwdTileConfig(tile_n=n, num_stages=stages, overlap=False, pv_slices=2)
     if problem.padded_dim <= 64:
-        return FwdTileConfig(tile_m=192, tile_n=n, num_consumer_wgs=3)
+        return FwdTileConfig(
+            tile_m=192, tile_n=n, num_consumer_wgs=3, longest_first=problem.is_causal
+        )
     return FwdTileConfig(tile_n=n, longest_first=problem.is_causal)

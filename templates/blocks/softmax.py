@@ -180,16 +180,18 @@ def bounded_block(acc, rows, p32, bases, factors, offsets, words, exp_fma_of_8: 
     sums = [None] * 2  # one chain a row: what ptxas makes of two is 3 % slower
     for j in range(0, cute.size(acc) // 4, 2):
         for r in range(2):
-            codes = []
-            for g in (j, j + 1):
-                p = []
-                for c in range(2):
-                    x = ptx.as_float(acc[c + 2 * r + 4 * g] + bases[r])
-                    z = ptx.fma(x, factors[r], offsets[r])
-                    p.append(exp2_fma(z) if g % 8 < exp_fma_of_8 else ptx.exp2(z))
-                    sums[r] = p[c] if sums[r] is None else sums[r] + p[c]
-                half2 = ptx.pack_halves(p[0], p[1])
-                codes.append(ptx.half2_fma(half2, words[g], Int32(HALF_MAGIC)))
+            at = [(g, c) for g in (j, j + 1) for c in range(2)]
+            x = [ptx.as_float(acc[c + 2 * r + 4 * g] + bases[r]) for g, c in at]
+            z = [ptx.fma(value, factors[r], offsets[r]) for value in x]
+            take = exp2_fma if j % 8 < exp_fma_of_8 else ptx.exp2
+            p = [take(value) for value in z]
+            for value in p:
+                sums[r] = value if sums[r] is None else sums[r] + value
+            halves = [ptx.pack_halves(p[0], p[1]), ptx.pack_halves(p[2], p[3])]
+            codes = [
+                ptx.half2_fma(half2, words[g], Int32(HALF_MAGIC))
+                for half2, g in zip(halves, (j, j + 1), strict=True)
+            ]
             p32[r + j] = ptx.prmt(codes[0], codes[1], 0x6420)
     return sums
 
