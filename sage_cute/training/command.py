@@ -267,7 +267,7 @@ def _make_folder(out: Path) -> Path:
 def _check_supported(model: ModelConfig, config: TrainConfig, policy: str) -> None:
     """Before anything is compiled: Dynamo would bury the op's own error in its frames."""
     q, k = (
-        torch.empty(1, heads, 1, model.head_dim, device=config.device)
+        torch.empty(1, heads, 1, model.head_dim, device=config.device, dtype=config.dtype)
         for heads in (model.heads, model.kv_heads)
     )
     if not (status := is_supported(q, k, k, policy=policy)):

@@ -53,6 +53,11 @@ class TrainConfig:
         """Sequences in a step."""
         return self.tokens_per_step // self.seqlen
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What attention computes in: on a GPU autocast makes it bfloat16."""
+        return torch.bfloat16 if self.device.startswith("cuda") else torch.float32
+
 
 @dataclasses.dataclass
 class RunLog:
@@ -162,9 +167,8 @@ class Trainer:
         self.log.validation_loss = statistics.fmean(losses)
 
     def _forward(self, tokens: Tensor) -> Tensor:
-        with torch.autocast(
-            self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"
-        ):
+        dtype = self.config.dtype
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
             return self._loss(tokens)
 
     def _record(self, loss: float, norm: float, seconds: float) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sage_cute.training import data, loop
+from sage_cute.training import command, data, loop
 from sage_cute.training.errors import SetupError
 from sage_cute.training.loop import RunLog, TrainConfig, Trainer
 from sage_cute.training.model import ModelConfig, build_pair
@@ -195,3 +197,10 @@ def test_settings_that_do_not_fit(change: dict[str, int], message: str) -> None:
 def test_devices_that_are_not_there(name: str) -> None:
     with pytest.raises(SetupError, match="--device"):
         loop.pick_device(name)
+
+
+def test_a_gpu_is_asked_for_what_attention_gets_there():
+    """Kernels take no float32: asking for it refused every training on a GPU."""
+    with FakeTensorMode():
+        command._check_supported(ModelConfig(), dataclasses.replace(CONFIG, device="cuda"), "fast")
+        command._check_supported(ModelConfig(), CONFIG, "fast")
