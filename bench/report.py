@@ -66,7 +66,7 @@ def markdown(document: dict[str, Any]) -> str:
         f"CuTe DSL {meta['cutlass']}, {meta['date']}, commit {str(meta['git_sha'])[:10]}. "
         "Operations: 4 b h n n d forward, 10 backward, half for causal, those that a window "
         "leaves. In parentheses: timed by "
-        "CUDA graphs."
+        "CUDA graphs." + (f" ({meta['note']}.)" if "note" in meta else "")
     )
     return "\n".join(lines)
 

@@ -1,14 +1,16 @@
 """Medians of interleaved GPU timings.
 
-Every candidate is timed in every round, so that clocks and temperature drift over all alike. A
-round queues work behind a call that is not timed and a sleeping kernel: the host, whose first call
-after a pause is slow, is ahead before the first event, so that what is measured is the GPU's time.
-Where a call is shorter than its host side, ``graph_ms`` (replays of a CUDA graph) is the GPU's time
-and ``ms`` is not; both are reported.
+Every candidate is timed in every round, in an order of the round's own, so that clocks and
+temperature drift over all alike and none profits from what always runs before it. A round queues
+work behind a call that is not timed and a sleeping kernel: the host, whose first call after a pause
+is slow, is ahead before the first event, so that what is measured is the GPU's time. Where a call
+is shorter than its host side, ``graph_ms`` (replays of a CUDA graph) is the GPU's time and ``ms``
+is not; both are reported.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Hashable, Mapping
 from statistics import median
@@ -57,10 +59,10 @@ def interleaved_ms(
         one = min(_estimate(call) for _ in range(2)) if on_gpu else _round_cpu(call, 1)
         repeats[name] = max(1, min(200, round(round_ms / max(one, 1e-3))))
     samples: dict[Hashable, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            one_round = _round_gpu if on_gpu else _round_cpu
-            samples[name].append(one_round(call, repeats[name]))
+    one_round = _round_gpu if on_gpu else _round_cpu
+    for n in range(rounds):
+        for name in random.Random(n).sample(list(calls), len(calls)):
+            samples[name].append(one_round(calls[name], repeats[name]))
     return {name: median(values) for name, values in samples.items()}
 
 
