@@ -112,6 +112,40 @@ def test_values_of_very_different_norm(policy, causal):
     )
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "sizes", [(1e-30, 1e-20, 1.0, 0.0, 1e30), (1e30, 1.0, 1e-20, 0.0, 1e-30), (1e-2, 0.0, 0.0)]
+)
+def test_blocks_of_values_of_any_size(sizes, policy):
+    """O is counted in units of the values' scale, from the last block that a row sees on."""
+    policy, tokens = resolve(policy), 128 * len(sizes)
+    q, k, v = case.make_inputs(1, 1, 1, tokens, tokens, 64)
+    v = (v.unflatten(2, (-1, 128)) * torch.tensor(sizes)[:, None, None]).flatten(2, 3)
+    v = v.bfloat16().float()
+    expected = sage_forward(q, k, v, scale=0.125, causal=True, policy=policy)
+    tensors = {name: x.cuda() for name, x in case.quantized(q, k, v, policy, True).items()}
+    out, _ = case.launch(tensors, dtype=torch.bfloat16, scale=0.125, causal=True, policy=policy)
+    out, largest = out.double().cpu(), expected.out.abs().amax(-1, keepdim=True).clamp(min=1e-37)
+    error = (out - expected.out) / largest.double()
+    error = error.unflatten(2, (-1, 128)).square().mean((0, 1, 3, 4)).sqrt()
+    assert (error < 5e-3).all(), error
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("policy", ["fast", "sagebwd"])
+def test_flat_attention_over_many_keys(policy):
+    """O, a mean of random values, is far smaller than what 128 added to their codes makes of it."""
+    policy = resolve(policy)
+    q, k, v = case.make_inputs(1, 1, 1, 64, 4096, 64)
+    q = q * 0
+    expected = sage_forward(q, k, v, scale=0.125, causal=False, policy=policy)
+    tensors = {name: x.cuda() for name, x in case.quantized(q, k, v, policy).items()}
+    out, _ = case.launch(tensors, dtype=torch.float16, scale=0.125, causal=False, policy=policy)
+    error = (out.float().cpu() - expected.out).norm() / expected.out.norm()
+    assert error < 5e-3, error
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 40, 72, 96, 136, 160, 192, 248, 256])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_other_head_dims(head_dim, policy):
