@@ -247,8 +247,9 @@ class Steps:
 
 
 @pytest.fixture
-def simulated(monkeypatch) -> list[TuneKey]:
-    """Calls that were measured, in order."""
+def simulated(monkeypatch, tmp_path) -> list[TuneKey]:
+    """Calls that were measured, in order, where no table is shipped."""
+    monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
     measured: list[TuneKey] = []
 
     def make(direction, call, shape, device):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
 from sage_cute.compile.catalog import Call, problem_of
-from sage_cute.config.space import FORWARD
+from sage_cute.config.space import FORWARD, SPACES
 from sage_cute.errors import ShapeError
 from sage_cute.tune import table
 from sage_cute.tune.key import Gpu, Shape, TuneKey, bucket
@@ -139,3 +140,17 @@ def test_a_broken_table_is_ignored_with_one_warning(gpu, caplog, text) -> None:
     assert len([r for r in caplog.records if "is ignored" in r.message]) == 1
     record(gpu, entry())  # and is replaced
     assert lookup(KEY, gpu, tables(users=True)).config == CONFIGS[1]
+
+
+SHIPPED = sorted((Path(table.__file__).parent / "tables").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_tables_can_be_used(path) -> None:
+    shipped = table.read(path)
+    assert shipped is not None and path.stem == shipped.gpu.name.replace(" ", "_").lower()
+    assert len({entry.key for entry in shipped.entries}) == len(shipped.entries) > 0
+    for found in shipped.entries:
+        problem = problem_of(found.key.direction, found.key.call)
+        assert not SPACES[found.key.direction].why_not(problem, found.config)
+        assert "--out sage_cute/tune/tables/" in found.made["command"]  # no path of a machine

@@ -22,7 +22,7 @@ from sage_cute.compile.compiler import compile_plan  # noqa: E402
 from sage_cute.compile.visibility import Static  # noqa: E402
 from sage_cute.policies import resolve  # noqa: E402
 
-INT8 = r"[^;]*\.s32\.[su]8\.s8"
+INT8 = r"[^;]*\.s32\.[su]8\.[su]8"
 
 
 def compile_case(
